@@ -1,0 +1,226 @@
+// pyddl._C: conversion between Python and the kernels, and the checks that memory safety needs.
+//
+// Not here: any arithmetic. Messages for users come from pyddl/core/kernels.py, which checks everything
+// first.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "checksum.h"
+#include "codec.h"
+#include "loops.h"
+#include "merge.h"
+#include "words.h"
+
+namespace py = pybind11;
+
+namespace {
+
+// Below this a kernel is done before another thread could have taken the lock.
+constexpr std::size_t kReleaseBytes = 16384;
+
+[[noreturn]] void fail(const std::string& message) {
+    const py::object error = py::module_::import("pyddl.errors").attr("ShapeError");
+    PyErr_SetString(error.ptr(), message.c_str());
+    throw py::error_already_set();
+}
+
+// A contiguous buffer of any object, held as long as this lives.
+class Buffer {
+  public:
+    Buffer(const py::handle& object, const char* name, bool writable) {
+        if (PyObject_GetBuffer(object.ptr(), &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0) {
+            PyErr_Clear();
+            fail(std::string(name) + " must be a C-contiguous " + (writable ? "writable " : "") +
+                 "buffer; this object gives none; pass a numpy array, bytes or a memoryview of that kind");
+        }
+    }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    ~Buffer() { PyBuffer_Release(&view_); }
+
+    template <class T>
+    T* as(std::int64_t count, const char* name) const {
+        if (static_cast<std::size_t>(view_.len) != static_cast<std::size_t>(count) * sizeof(T)) {
+            fail(std::string(name) + " must have " +
+                 std::to_string(count * static_cast<std::int64_t>(sizeof(T))) + " bytes; got " +
+                 std::to_string(view_.len) + "; pass an array of the right length and dtype");
+        }
+        return static_cast<T*>(view_.buf);
+    }
+    void* data() const { return view_.buf; }
+    std::size_t num_bytes() const { return static_cast<std::size_t>(view_.len); }
+
+    // The address of an aligned word, or an error.
+    void* word(std::int64_t offset) const {
+        const auto address =
+            reinterpret_cast<std::uintptr_t>(view_.buf) + static_cast<std::uintptr_t>(offset);
+        if (offset < 0 || view_.len < 8 || offset > static_cast<std::int64_t>(view_.len) - 8) {
+            fail("a word's offset must lie within the buffer, 0 to " +
+                 std::to_string(static_cast<std::int64_t>(view_.len) - 8) + "; got " +
+                 std::to_string(offset) + "; pass the offset in bytes");
+        }
+        if (address % 8 != 0) {
+            fail("a word must lie at a multiple of 8 bytes in memory; got offset " + std::to_string(offset) +
+                 " in a buffer at " + std::to_string(reinterpret_cast<std::uintptr_t>(view_.buf) % 8) +
+                 " modulo 8; pass an aligned offset and buffer");
+        }
+        return reinterpret_cast<void*>(address);
+    }
+
+  private:
+    Py_buffer view_;
+};
+
+// A buffer that may be None.
+class OptionalBuffer {
+  public:
+    OptionalBuffer(const py::object& object, const char* name, bool writable) {
+        if (!object.is_none()) buffer_.emplace(object, name, writable);
+    }
+    template <class T>
+    T* as(std::int64_t count, const char* name) const {
+        return buffer_ ? buffer_->as<T>(count, name) : nullptr;
+    }
+
+  private:
+    std::optional<Buffer> buffer_;
+};
+
+// Releases the interpreter's lock for work on at least kReleaseBytes.
+template <class Work>
+auto without_lock(std::size_t num_bytes, Work work) {
+    if (num_bytes < kReleaseBytes) return work();
+    const py::gil_scoped_release release;
+    return work();
+}
+
+py::tuple merge_outer_step(const py::list& contributions, const std::vector<bool>& are_bf16,
+                           const std::vector<double>& weights, std::int64_t n, const py::object& offsets,
+                           const py::object& rules, const py::object& theta, const py::object& momentum,
+                           const py::object& theta_out, const py::object& momentum_out,
+                           const py::object& wire_out, bool wire_is_bf16, bool nesterov, double lr,
+                           double mu) {
+    if (contributions.empty() || contributions.size() != weights.size() ||
+        weights.size() != are_bf16.size()) {
+        fail(
+            "contributions, weights and formats must have the same length, at least 1; got others; pass one "
+            "each");
+    }
+    pyddl::MergeArguments arguments;
+    std::vector<std::unique_ptr<Buffer>> held;
+    for (std::size_t i = 0; i < contributions.size(); ++i) {
+        held.push_back(std::make_unique<Buffer>(contributions[i], "a contribution", false));
+        const void* data = are_bf16[i]
+                               ? static_cast<void*>(held.back()->as<std::uint16_t>(n, "a contribution"))
+                               : static_cast<void*>(held.back()->as<float>(n, "a contribution"));
+        arguments.contributions.push_back({data, are_bf16[i] ? pyddl::Element::bf16 : pyddl::Element::f32});
+    }
+    const Buffer rules_buffer(rules, "rules", false);
+    const auto num_tensors = static_cast<std::int64_t>(rules_buffer.num_bytes());
+    const Buffer offsets_buffer(offsets, "segments", false);
+    const Buffer theta_buffer(theta, "theta", false);
+    const Buffer theta_out_buffer(theta_out, "theta_out", true);
+    const OptionalBuffer momentum_buffer(momentum, "momentum", false);
+    const OptionalBuffer momentum_out_buffer(momentum_out, "momentum_out", true);
+    const OptionalBuffer wire_buffer(wire_out, "wire_out", true);
+
+    arguments.weights = weights;
+    arguments.offsets = offsets_buffer.as<std::int64_t>(num_tensors + 1, "segments");
+    arguments.rules = rules_buffer.as<std::uint8_t>(num_tensors, "rules");
+    arguments.num_tensors = num_tensors;
+    arguments.model = {theta_buffer.as<float>(n, "theta"), momentum_buffer.as<float>(n, "momentum"),
+                       theta_out_buffer.as<float>(n, "theta_out"),
+                       momentum_out_buffer.as<float>(n, "momentum_out")};
+    if ((arguments.model.momentum == nullptr) != (arguments.model.momentum_out == nullptr) ||
+        (nesterov && arguments.model.momentum == nullptr)) {
+        fail("momentum and momentum_out must both be given, or with sgd both be None; got one; pass both");
+    }
+    arguments.wire_f32 = wire_is_bf16 ? nullptr : wire_buffer.as<float>(n, "wire_out");
+    arguments.wire_bf16 = wire_is_bf16 ? wire_buffer.as<std::uint16_t>(n, "wire_out") : nullptr;
+    arguments.outer = {lr, mu, nesterov};
+    bool ascending = arguments.offsets[0] == 0 && arguments.offsets[num_tensors] == n;
+    for (std::int64_t t = 0; t < num_tensors; ++t) {
+        ascending = ascending && arguments.offsets[t] <= arguments.offsets[t + 1];
+    }
+    if (!ascending)
+        fail("segments must ascend from 0 to n; got others; pass the offsets of the fragment's tensors");
+
+    const std::size_t num_bytes = static_cast<std::size_t>(n) * 4 * (contributions.size() + 2);
+    const pyddl::MergeReport report =
+        without_lock(num_bytes, [&] { return pyddl::merge_outer_step_cpu(arguments); });
+    return py::make_tuple(report.finite, report.norms, report.merged_norm, report.cancelled,
+                          report.theta_finite);
+}
+
+void encode_bf16(const py::object& values, const py::object& residual, const py::object& out) {
+    const Buffer in(values, "values", false);
+    const auto n = static_cast<std::int64_t>(in.num_bytes() / sizeof(float));
+    const OptionalBuffer carried(residual, "residual", true);
+    const Buffer bits(out, "out_bits", true);
+    const float* from = in.as<float>(n, "values");
+    float* left = carried.as<float>(n, "residual");
+    std::uint16_t* to = bits.as<std::uint16_t>(n, "out_bits");
+    without_lock(in.num_bytes(), [&] { pyddl::encode_bf16_cpu(from, left, to, n); });
+}
+
+void decode_bf16(const py::object& bits, const py::object& out) {
+    const Buffer in(bits, "bits", false);
+    const auto n = static_cast<std::int64_t>(in.num_bytes() / sizeof(std::uint16_t));
+    const Buffer values(out, "out", true);
+    const std::uint16_t* from = in.as<std::uint16_t>(n, "bits");
+    float* to = values.as<float>(n, "out");
+    without_lock(in.num_bytes(), [&] { pyddl::decode_bf16_cpu(from, to, n); });
+}
+
+std::uint32_t checksum(const py::object& buffer, std::uint32_t value, bool by_tables) {
+    const Buffer in(buffer, "buffer", false);
+    return without_lock(in.num_bytes(), [&] {
+        return by_tables ? pyddl::checksum_by_tables(in.data(), in.num_bytes(), value)
+                         : pyddl::checksum_cpu(in.data(), in.num_bytes(), value);
+    });
+}
+
+void load_words(const py::object& buffer, const py::object& offsets, const py::object& out) {
+    const Buffer memory(buffer, "buffer", false);
+    const Buffer at(offsets, "offsets", false);
+    const Buffer to(out, "out", true);
+    const auto count = static_cast<std::int64_t>(at.num_bytes() / sizeof(std::int64_t));
+    const std::int64_t* offset = at.as<std::int64_t>(count, "offsets");
+    std::uint64_t* words = to.as<std::uint64_t>(count, "out");
+    for (std::int64_t k = 0; k < count; ++k) words[k] = pyddl::load_word(memory.word(offset[k]));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+    m.doc() = "Kernels of pyddl in C++; pyddl.core.kernels is the only module that imports this one.";
+    m.def("merge_outer_step", &merge_outer_step, py::arg("contributions"), py::arg("are_bf16"),
+          py::arg("weights"), py::arg("n"), py::arg("segments"), py::arg("rules"), py::arg("theta"),
+          py::arg("momentum"), py::arg("theta_out"), py::arg("momentum_out"), py::arg("wire_out"),
+          py::arg("wire_is_bf16"), py::arg("nesterov"), py::arg("lr"), py::arg("mu"));
+    m.def("encode_bf16", &encode_bf16, py::arg("values"), py::arg("residual"), py::arg("out_bits"));
+    m.def("decode_bf16", &decode_bf16, py::arg("bits"), py::arg("out"));
+    m.def("checksum", &checksum, py::arg("buffer"), py::arg("value"), py::arg("by_tables") = false);
+    m.def(
+        "load_word",
+        [](const py::object& buffer, std::int64_t offset) {
+            return pyddl::load_word(Buffer(buffer, "buffer", false).word(offset));
+        },
+        py::arg("buffer"), py::arg("offset_bytes"));
+    m.def(
+        "store_word",
+        [](const py::object& buffer, std::int64_t offset, std::uint64_t value) {
+            pyddl::store_word(Buffer(buffer, "buffer", true).word(offset), value);
+        },
+        py::arg("buffer"), py::arg("offset_bytes"), py::arg("value"));
+    m.def("load_words", &load_words, py::arg("buffer"), py::arg("offsets"), py::arg("out"));
+    m.def("instruction_set", [] { return std::string(pyddl::loops().name); });
+    m.def("select_instruction_set",
+          [](const std::string& name) { return pyddl::select_loops(name.c_str()); });
+    m.def("checksum_in_hardware", &pyddl::checksum_in_hardware);
+}

@@ -1,0 +1,9 @@
+// Dot products compiled for: baseline.
+#include "gram.h"
+
+namespace pyddl {
+void dots_baseline(const double* a, const double* const* b, int count, std::int64_t n, double* out);
+void dots_baseline(const double* a, const double* const* b, int count, std::int64_t n, double* out) {
+    dots(a, b, count, n, out);
+}
+}  // namespace pyddl

@@ -1,0 +1,37 @@
+// Merge of one fragment's outer gradients and the outer step, in one operation (paper, section 3.2 and App.
+// D).
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "element.h"
+#include "loops.h"
+
+namespace pyddl {
+
+enum class Rule : std::uint8_t { mean = 0, rda = 1, buffer = 2 };
+
+struct MergeArguments {
+    std::vector<Vector> contributions;  // M vectors of n elements
+    std::vector<double> weights;        // M, each > 0 and finite
+    const std::int64_t* offsets;        // num_tensors + 1, ascending, first 0, last n
+    const std::uint8_t* rules;          // num_tensors values of Rule
+    std::int64_t num_tensors;
+    ModelBlock model;          // of n elements; outputs overlap no input
+    float* wire_f32;           // null, or n elements: a copy of theta_out
+    std::uint16_t* wire_bf16;  // null, or n elements: theta_out rounded
+    OuterRule outer;
+};
+
+struct MergeReport {
+    std::vector<bool> finite;   // M; if any is false the outputs are unspecified
+    std::vector<double> norms;  // M, over the whole fragment
+    double merged_norm;
+    std::int64_t cancelled;  // tensors whose RDA direction cancelled
+    bool theta_finite;
+};
+
+MergeReport merge_outer_step_cpu(const MergeArguments& arguments);
+
+}  // namespace pyddl

@@ -1,0 +1,755 @@
+"""Kernels against a float64 oracle, against the numpy reference, and what the paper promises of RDA."""
+
+import itertools
+import logging
+
+import numpy as np
+import pytest
+
+from pyddl.core import kernels
+from pyddl.core.kernels import RULE_BUFFER, RULE_MEAN, RULE_RDA, OuterStep
+from pyddl.errors import ConfigError, KernelUnavailable, ShapeError
+
+BACKENDS = ("cpu", "reference")
+SGD = OuterStep("sgd", 1.0)
+NESTEROV = OuterStep("nesterov", 0.7, 0.9)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return request.param
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(7)
+
+
+def to_bf16(values):
+    bits = np.empty(len(values), np.uint16)
+    kernels.encode_bf16(values.astype(np.float32), None, bits, backend="reference")
+    return bits
+
+
+def widen(contribution):
+    if contribution.dtype == np.uint16:
+        return (contribution.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return contribution.astype(np.float64)
+
+
+def rda(vectors, weights):
+    """The formula of App. D, word for word, in float64."""
+    share = weights / weights.sum()
+    norms = [np.linalg.norm(v) for v in vectors]
+    direction = sum(w * v / n for w, v, n in zip(share, vectors, norms, strict=True) if n > 0)
+    length = np.linalg.norm(direction)
+    return sum(share * norms) * (direction / length if length > 0 else direction)
+
+
+def oracle(contributions, weights, segments, rules, theta, momentum, outer):
+    """Merged outer gradient, theta and momentum after the step, in float64."""
+    vectors = [widen(c) for c in contributions]
+    merged, theta_out = np.zeros(len(theta)), np.zeros(len(theta))
+    momentum_out = momentum.astype(np.float64)
+    for begin, end, rule in zip(segments[:-1], segments[1:], rules, strict=True):
+        pieces = [v[begin:end] for v in vectors]
+        g = rda(pieces, weights) if rule == RULE_RDA else sum(w * p for w, p in zip(weights, pieces, strict=True))
+        g = g if rule == RULE_RDA else g / weights.sum()
+        merged[begin:end] = g
+        if rule == RULE_BUFFER:
+            theta_out[begin:end] = theta[begin:end] - g
+        elif outer.optimizer == "sgd":
+            theta_out[begin:end] = theta[begin:end] - outer.lr * g
+        else:
+            b = outer.momentum * momentum_out[begin:end] + g
+            momentum_out[begin:end] = b
+            theta_out[begin:end] = theta[begin:end] - outer.lr * (g + outer.momentum * b)
+    return merged, theta_out, momentum_out
+
+
+def merge(contributions, weights=None, *, segments=None, rules=None, theta=None, momentum=None, outer=SGD, **options):
+    """Call the kernel, filling in what a test leaves out; returns report, theta, momentum, wire."""
+    n = len(contributions[0])
+    theta = np.zeros(n, np.float32) if theta is None else theta
+    momentum = np.zeros(n, np.float32) if momentum is None else momentum
+    weights = np.ones(len(contributions)) if weights is None else np.asarray(weights, np.float64)
+    segments = np.array([0, n] if segments is None else segments, np.int64)
+    rules = np.array([RULE_RDA] * (len(segments) - 1) if rules is None else rules, np.uint8)
+    theta_out, momentum_out = np.full(n, np.nan, np.float32), np.full(n, np.nan, np.float32)
+    wire = np.zeros(n, options.pop("wire", np.float32))
+    report = kernels.merge_outer_step(
+        contributions,
+        weights,
+        segments,
+        rules,
+        theta,
+        momentum,
+        outer=outer,
+        theta_out=theta_out,
+        momentum_out=momentum_out,
+        wire_out=wire,
+        **options,
+    )
+    return report, theta_out, momentum_out, wire
+
+
+# ---- merge and outer step ----------------------------------------------------------------------------------
+
+CASES = list(itertools.product((1, 2, 3, 5, 9), (1, 7, 255, 256, 257, 1031), ("f32", "bf16", "mixed")))
+
+
+@pytest.mark.parametrize(("num", "n", "kind"), [*CASES, (4, 100_000, "f32"), (3, 100_003, "bf16")])
+def test_merge_any_size_equals_the_float64_oracle(num, n, kind, backend, rng):
+    # A common part keeps the mean direction long: through a Gram matrix its error is eps / length^2.
+    common = rng.normal(size=n) + 5
+    vectors = [((common + rng.normal(size=n)) * 10.0 ** rng.integers(-3, 3)).astype(np.float32) for _ in range(num)]
+    as_bf16 = [kind == "bf16" or (kind == "mixed" and i % 2 == 1) for i in range(num)]
+    contributions = [to_bf16(v) if b else v for v, b in zip(vectors, as_bf16, strict=True)]
+    weights = rng.uniform(0.1, 10, num)
+    segments = np.unique(np.concatenate([[0, n], rng.integers(0, n + 1, 4)])).astype(np.int64)
+    rules = np.resize([RULE_RDA, RULE_MEAN, RULE_BUFFER], len(segments) - 1).astype(np.uint8)
+    theta, momentum = rng.normal(size=(2, n)).astype(np.float32)
+    report, theta_out, momentum_out, wire = merge(
+        contributions,
+        weights,
+        segments=segments,
+        rules=rules,
+        theta=theta,
+        momentum=momentum,
+        outer=NESTEROV,
+        backend=backend,
+    )
+    merged, want_theta, want_momentum = oracle(contributions, weights, segments, rules, theta, momentum, NESTEROV)
+    # Each result is rounded to float32 once; what is summed before is in double.
+    np.testing.assert_allclose(theta_out, want_theta, rtol=1.2e-7, atol=1e-12 * abs(merged).max())
+    np.testing.assert_allclose(momentum_out, want_momentum, rtol=1.2e-7, atol=1e-12 * abs(merged).max())
+    np.testing.assert_array_equal(wire, theta_out)
+    np.testing.assert_allclose(report.norms, [np.linalg.norm(widen(c)) for c in contributions], rtol=1e-12)
+    assert report.merged_norm == pytest.approx(np.linalg.norm(merged), rel=1e-12)
+    assert report.finite.all()
+    assert report.theta_finite
+    assert report.cancelled == 0
+
+
+def test_merge_of_an_empty_fragment_writes_nothing(backend):
+    report, theta_out, _, _ = merge([np.zeros(0, np.float32)] * 2, backend=backend)
+    assert len(theta_out) == 0
+    assert report.norms.tolist() == [0, 0]
+    assert report.merged_norm == 0
+
+
+def test_merge_with_empty_tensors_between_skips_them(backend, rng):
+    v = rng.normal(size=(2, 10)).astype(np.float32)
+    _, split, _, _ = merge(list(v), segments=[0, 0, 4, 4, 10, 10], backend=backend)
+    _, plain, _, _ = merge(list(v), segments=[0, 4, 10], backend=backend)
+    np.testing.assert_array_equal(split, plain)
+
+
+def test_merge_sgd_without_momentum_needs_no_buffers(backend, rng):
+    g, theta = rng.normal(size=(2, 300)).astype(np.float32)
+    out = np.empty_like(theta)
+    kernels.merge_outer_step(
+        [g],
+        np.ones(1),
+        np.array([0, 300]),
+        np.array([RULE_MEAN], np.uint8),
+        theta,
+        None,
+        outer=OuterStep("sgd", 0.5),
+        theta_out=out,
+        momentum_out=None,
+        backend=backend,
+    )
+    np.testing.assert_array_equal(out, (theta - 0.5 * g.astype(np.float64)).astype(np.float32))
+
+
+@pytest.mark.parametrize(("outer", "rule"), [(SGD, RULE_RDA), (SGD, RULE_MEAN), (NESTEROV, RULE_BUFFER)])
+def test_merge_where_no_momentum_applies_passes_the_buffer_through(outer, rule, backend, rng):
+    g, momentum = rng.normal(size=(2, 300)).astype(np.float32)
+    _, _, momentum_out, _ = merge([g], rules=[rule], momentum=momentum, outer=outer, backend=backend)
+    np.testing.assert_array_equal(momentum_out, momentum)
+
+
+def test_merge_buffers_under_nesterov_stay_within_the_contributors(backend):
+    # Under an outer step with momentum running_var became negative; it must be the mean of the learners'.
+    anchor = np.full(8, 1.0, np.float32)
+    mine, yours = np.full(8, 0.01, np.float32), np.full(8, 0.03, np.float32)
+    momentum = np.full(8, 5.0, np.float32)
+    contributions = [anchor - mine, anchor - yours]
+    _, merged, _, _ = merge(
+        contributions, rules=[RULE_BUFFER], theta=anchor, momentum=momentum, outer=NESTEROV, backend=backend
+    )
+    np.testing.assert_allclose(merged, 0.02, rtol=1e-5)
+
+
+def test_merge_one_contributor_with_sgd_lr_1_returns_its_own_parameters(backend, rng):
+    anchor = rng.normal(size=999).astype(np.float32)
+    theta_m = anchor + np.float32(2**-6) * rng.integers(-4, 4, 999).astype(np.float32)
+    gradient = anchor - theta_m
+    _, out, _, _ = merge([gradient], [123.4], theta=anchor, backend=backend)
+    np.testing.assert_array_equal(out, (anchor.astype(np.float64) - gradient).astype(np.float32))
+
+
+def test_merge_nesterov_trajectory_equals_torch_sgd(backend, rng):
+    torch = pytest.importorskip("torch")
+    theta, momentum = rng.normal(size=500).astype(np.float32), np.zeros(500, np.float32)
+    parameter = torch.nn.Parameter(torch.from_numpy(theta.copy()))
+    optimizer = torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True)
+    for _ in range(6):
+        g = rng.normal(size=500).astype(np.float32)
+        parameter.grad = torch.from_numpy(g.copy())
+        optimizer.step()
+        _, theta, momentum, _ = merge([g], theta=theta, momentum=momentum, outer=NESTEROV, backend=backend)
+        np.testing.assert_allclose(theta, parameter.detach().numpy(), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("num", [2, 4, 8])
+def test_merge_of_orthogonal_gradients_keeps_the_norm_under_rda_and_shrinks_it_under_mean(num, backend):
+    rows = np.zeros((num, 64 * num), np.float32)
+    for i in range(num):
+        rows[i, 64 * i : 64 * (i + 1)] = 0.5  # norm 4, mutually orthogonal
+    by_rda, _, _, _ = merge(list(rows), backend=backend)
+    by_mean, _, _, _ = merge(list(rows), rules=[RULE_MEAN], backend=backend)
+    assert by_rda.merged_norm == pytest.approx(4.0, rel=1e-12)
+    assert by_mean.merged_norm == pytest.approx(4.0 / np.sqrt(num), rel=1e-12)
+
+
+def test_merge_rda_is_per_tensor_not_per_fragment(backend):
+    # Tensor 0 agrees in direction, tensor 1 is orthogonal; over the whole fragment the norms would be mixed.
+    a = np.array([3, 0, 1, 0], np.float32)
+    b = np.array([1, 0, 0, 1], np.float32)
+    _, out, _, _ = merge([a, b], segments=[0, 2, 4], backend=backend)
+    np.testing.assert_allclose(out, -np.array([2, 0, 2**-0.5, 2**-0.5]), rtol=1e-6)
+
+
+def test_merge_with_a_zero_gradient_counts_its_weight_but_not_its_direction(backend):
+    v = np.array([3, 4], np.float32)
+    report, out, _, _ = merge([v, np.zeros(2, np.float32)], [1, 3], backend=backend)
+    np.testing.assert_allclose(out, -v / 4, rtol=1e-6)  # mean norm 5/4 in v's direction
+    assert report.norms.tolist() == [5, 0]
+    assert report.cancelled == 0
+
+
+def test_merge_of_zero_gradients_only_changes_nothing_and_cancels_nothing(backend, rng):
+    theta = rng.normal(size=20).astype(np.float32)
+    report, out, _, _ = merge([np.zeros(20, np.float32)] * 3, theta=theta, backend=backend)
+    np.testing.assert_array_equal(out, theta)
+    assert report.cancelled == 0
+    assert report.merged_norm == 0
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.uint16])
+def test_merge_of_cancelling_directions_falls_back_to_the_mean_and_is_never_nan(kind, backend, rng):
+    for trial in range(60):
+        n = int(rng.integers(1, 700))
+        v = rng.normal(size=n).astype(np.float32) * np.float32(10.0 ** rng.integers(-12, 12))
+        v = v if kind is np.float32 else to_bf16(v)
+        opposite = -v if kind is np.float32 else v ^ np.uint16(0x8000)
+        weight = rng.uniform(0.5, 2)
+        pair = [v, opposite] if trial % 2 else [v, v, opposite, opposite]
+        report, out, _, _ = merge(pair, [weight] * len(pair), backend=backend)
+        scale = abs(widen(v)).max()
+        assert np.isfinite(report.merged_norm)
+        assert report.cancelled == 1
+        assert abs(out).max() <= 1e-9 * scale
+
+
+def test_merge_of_opposite_directions_with_unequal_lengths_yields_the_weighted_mean(backend, rng):
+    v = rng.normal(size=333).astype(np.float32)
+    report, out, _, _ = merge([v, -3 * v], [1, 1], backend=backend)
+    np.testing.assert_allclose(out, v, rtol=1e-6)  # theta 0 - mean(v, -3 v)
+    assert report.cancelled == 1
+
+
+def test_merge_counts_cancellation_per_tensor(backend, rng):
+    v = rng.normal(size=30).astype(np.float32)
+    w = -v
+    w[10:20] = v[10:20]
+    report, _, _, _ = merge([v, w], segments=[0, 10, 20, 30], backend=backend)
+    assert report.cancelled == 2
+
+
+@pytest.mark.parametrize("rule", [RULE_MEAN, RULE_RDA, RULE_BUFFER])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("position", [0, 299, 1000])
+def test_merge_with_a_nonfinite_contribution_names_it_alone(rule, bad, position, backend, rng):
+    v = [rng.normal(size=1001).astype(np.float32) for _ in range(4)]
+    v[2][position] = bad
+    contributions = [v[0], to_bf16(v[1]), to_bf16(v[2]) if position else v[2], v[3]]
+    report, _, _, _ = merge(contributions, segments=[0, 300, 1001], rules=[rule, RULE_RDA], backend=backend)
+    assert report.finite.tolist() == [True, True, False, True]
+
+
+def test_merge_with_two_nonfinite_contributions_in_different_tensors_names_both(backend, rng):
+    v = rng.normal(size=(3, 900)).astype(np.float32)
+    v[0, 5], v[2, 899] = np.inf, np.nan
+    for rules in (
+        [RULE_MEAN, RULE_MEAN],
+        [RULE_RDA, RULE_RDA],
+        [RULE_MEAN, RULE_RDA],
+        [RULE_RDA, RULE_BUFFER],
+    ):
+        report, _, _, _ = merge(list(v), segments=[0, 400, 900], rules=rules, backend=backend)
+        assert report.finite.tolist() == [False, True, False]
+
+
+def test_merge_with_the_largest_floats_is_finite_but_a_result_beyond_them_is_reported(backend):
+    huge = np.full(300, np.finfo(np.float32).max, np.float32)
+    report, out, _, _ = merge([huge, huge], backend=backend)
+    assert report.finite.all()
+    assert report.theta_finite
+    np.testing.assert_array_equal(out, -huge)
+    report, _, _, _ = merge([huge, huge], theta=-huge, outer=OuterStep("sgd", 2.0), backend=backend)
+    assert report.finite.all()
+    assert not report.theta_finite
+
+
+def test_merge_with_denormals_keeps_their_norm(backend):
+    tiny = np.zeros((2, 16), np.float32)
+    tiny[0, 0] = tiny[1, 1] = np.float32(1e-44)
+    report, _, _, _ = merge(list(tiny), backend=backend)
+    assert report.merged_norm == pytest.approx(float(tiny[0, 0]), rel=1e-9)
+    assert report.cancelled == 0
+
+
+def test_merge_with_weights_over_twelve_orders_of_magnitude_follows_the_formula(backend, rng):
+    v = rng.normal(size=(4, 500)).astype(np.float32)
+    weights = np.array([1e-6, 1.0, 1e3, 1e6])
+    for rule in (RULE_RDA, RULE_MEAN):
+        report, out, _, _ = merge(list(v), weights, rules=[rule], backend=backend)
+        merged, want, _ = oracle(
+            list(v),
+            weights,
+            np.array([0, 500]),
+            [rule],
+            np.zeros(500, np.float32),
+            np.zeros(500, np.float32),
+            SGD,
+        )
+        np.testing.assert_allclose(out, want, rtol=1.2e-7, atol=1e-12)
+        assert report.merged_norm == pytest.approx(np.linalg.norm(merged), rel=1e-10)
+
+
+def test_merge_scales_weights_away_even_where_their_sum_overflows(backend, rng):
+    v = rng.normal(size=(2, 100)).astype(np.float32)
+    _, small, _, _ = merge(list(v), [1, 2], backend=backend)
+    _, large, _, _ = merge(list(v), [0.75e308, 1.5e308], backend=backend)
+    np.testing.assert_allclose(large, small, rtol=1e-6)
+    assert np.isfinite(large).all()
+
+
+def test_merge_writes_the_wire_copy_as_rounded_bf16(backend, rng):
+    v = rng.normal(size=(3, 777)).astype(np.float32)
+    _, out, _, wire = merge(list(v), wire=np.uint16, backend=backend)
+    np.testing.assert_array_equal(wire, to_bf16(out))
+
+
+def test_merge_repeated_is_bit_equal(backend, rng):
+    v = rng.normal(size=(5, 10_007)).astype(np.float32)
+    first = merge(list(v), rng.uniform(1, 2, 5), outer=NESTEROV, backend=backend)
+    rng = np.random.default_rng(7)
+    again = merge(
+        list(rng.normal(size=(5, 10_007)).astype(np.float32)),
+        rng.uniform(1, 2, 5),
+        outer=NESTEROV,
+        backend=backend,
+    )
+    assert first[1].tobytes() == again[1].tobytes()
+    assert first[2].tobytes() == again[2].tobytes()
+    assert first[0].norms.tobytes() == again[0].norms.tobytes()
+    assert first[0].merged_norm == again[0].merged_norm
+
+
+def test_merge_and_codecs_are_bit_equal_on_every_instruction_set(rng):
+    native = kernels._C
+    best = native.instruction_set()
+    if best == "baseline":
+        pytest.skip("this processor or build has the baseline loops only")
+    v = rng.normal(size=(6, 20_011)).astype(np.float32)
+    contributions = [v[0], to_bf16(v[1]), *v[2:]]
+    rules = [RULE_RDA, RULE_MEAN, RULE_BUFFER]
+    results = []
+    try:
+        for name in (best, "baseline"):
+            assert native.select_instruction_set(name)
+            report, *arrays = merge(
+                contributions,
+                [1, 2, 3, 5, 7, 11],
+                segments=[0, 9_999, 15_000, 20_011],
+                rules=rules,
+                theta=v[5],
+                momentum=v[4],
+                outer=NESTEROV,
+                wire=np.uint16,
+                backend="cpu",
+            )
+            residual, bits = v[3].copy(), np.empty(20_011, np.uint16)
+            kernels.encode_bf16(v[2], residual, bits, backend="cpu")
+            arrays += [report.norms, residual, bits]
+            results.append([report.merged_norm, report.cancelled, *(a.tobytes() for a in arrays)])
+    finally:
+        native.select_instruction_set(best)
+    assert results[0] == results[1]
+
+
+def test_select_instruction_set_of_an_unknown_name_changes_nothing():
+    before = kernels._C.instruction_set()
+    assert not kernels._C.select_instruction_set("abacus")
+    assert kernels._C.instruction_set() == before
+
+
+# ---- what a merge refuses ----------------------------------------------------------------------------------
+
+
+def valid_arguments(n=64):
+    return {
+        "contributions": [np.ones(n, np.float32), np.ones(n, np.uint16)],
+        "weights": np.ones(2),
+        "segments": np.array([0, n // 2, n]),
+        "rules": np.zeros(2, np.uint8),
+        "theta": np.zeros(n, np.float32),
+        "momentum": np.zeros(n, np.float32),
+        "outer": SGD,
+        "theta_out": np.zeros(n, np.float32),
+        "momentum_out": np.zeros(n, np.float32),
+        "wire_out": np.zeros(n, np.uint16),
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"contributions": []}, "at least one contribution"),
+        ({"contributions": [np.ones(64, np.float64)], "weights": np.ones(1)}, r"contributions\[0\].*float64"),
+        ({"contributions": [np.ones(63, np.float32)], "weights": np.ones(1)}, r"contributions\[0\].*\[63\]"),
+        ({"contributions": [np.ones(128, np.float32)[::2]], "weights": np.ones(1)}, "strided"),
+        (
+            {"contributions": [np.ones(257, np.uint8)[1:].view(np.float32)], "weights": np.ones(1)},
+            "misaligned",
+        ),
+        ({"contributions": [[1.0] * 64], "weights": np.ones(1)}, r"got list"),
+        ({"weights": np.ones(3)}, "weights must be"),
+        ({"weights": np.array([1.0, 0.0])}, "positive and finite"),
+        ({"weights": np.array([1.0, -1.0])}, "positive and finite"),
+        ({"weights": np.array([1.0, np.nan])}, "positive and finite"),
+        ({"weights": np.array([1.0, np.inf])}, "positive and finite"),
+        ({"segments": np.array([0, 32, 63])}, "segments must ascend"),
+        ({"segments": np.array([1, 32, 64])}, "segments must ascend"),
+        ({"segments": np.array([0, 65, 64])}, "segments must ascend"),
+        ({"segments": np.array([0, 64])}, "segments must be"),
+        ({"segments": np.array([0, 32, 64], np.int32)}, "segments must be"),
+        ({"rules": np.array([0, 3], np.uint8)}, "rules must be"),
+        ({"theta": np.zeros((8, 8), np.float32)}, "theta must be"),
+        ({"theta_out": np.zeros(64, np.float16)}, "theta_out must be"),
+        ({"momentum": None}, "both be given"),
+        ({"momentum_out": None}, "both be given"),
+        ({"momentum": None, "momentum_out": None, "outer": NESTEROV}, "both be given"),
+        ({"wire_out": np.zeros(64, np.int16)}, "wire_out must be"),
+    ],
+)
+def test_merge_of_wrong_arguments_is_refused_by_name(changes, named, backend):
+    arguments = valid_arguments()
+    kernels.merge_outer_step(**arguments, backend=backend)  # valid before the change
+    with pytest.raises(ShapeError, match=named):
+        kernels.merge_outer_step(**{**arguments, **changes}, backend=backend)
+
+
+@pytest.mark.parametrize("output", ["theta_out", "momentum_out"])
+@pytest.mark.parametrize("other", ["theta", "momentum", "contribution", "output"])
+def test_merge_with_overlapping_arrays_is_refused(output, other, backend):
+    arguments = valid_arguments()
+    shared = np.zeros(100, np.float32)
+    arguments[output] = shared[:64]
+    late = shared[63 : 63 + 64] if 63 + 64 <= 100 else shared[36:100]
+    if other == "contribution":
+        arguments["contributions"] = [late, late]  # inputs may well overlap each other
+    elif other == "output":
+        arguments["wire_out"] = late
+    else:
+        arguments[other] = late
+    with pytest.raises(ShapeError, match="must not overlap"):
+        kernels.merge_outer_step(**arguments, backend=backend)
+
+
+def test_merge_into_neighbouring_memory_is_accepted(backend):
+    arguments = valid_arguments()
+    shared = np.zeros(128, np.float32)
+    arguments["theta"], arguments["theta_out"] = shared[:64], shared[64:]
+    kernels.merge_outer_step(**arguments, backend=backend)
+
+
+def test_merge_into_a_read_only_array_is_refused_but_reads_from_one(backend):
+    arguments = valid_arguments()
+    arguments["theta"].flags.writeable = False
+    kernels.merge_outer_step(**arguments, backend=backend)
+    arguments["theta_out"].flags.writeable = False
+    with pytest.raises(ShapeError, match="read-only"):
+        kernels.merge_outer_step(**arguments, backend=backend)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("adam", 1.0, 0.0),
+        ("sgd", 0.0, 0.0),
+        ("sgd", float("nan"), 0.0),
+        ("nesterov", 1.0, 1.0),
+        ("sgd", 1.0, -0.1),
+    ],
+)
+def test_outer_step_out_of_range_is_refused(arguments):
+    with pytest.raises(ConfigError, match="must be"):
+        OuterStep(*arguments)
+
+
+# ---- codecs ------------------------------------------------------------------------------------------------
+
+
+def test_bf16_round_trip_of_every_code_is_exact(backend):
+    codes = np.arange(1 << 16, dtype=np.uint16)
+    values, back = np.empty(1 << 16, np.float32), np.empty(1 << 16, np.uint16)
+    kernels.decode_bf16(codes, values, backend=backend)
+    kernels.encode_bf16(values, None, back, backend=backend)
+    is_nan = np.isnan(values)
+    assert is_nan.sum() == 254
+    np.testing.assert_array_equal(back[~is_nan], codes[~is_nan])
+    kernels.decode_bf16(back, values, backend=backend)
+    assert np.isnan(values[is_nan]).all()
+
+
+def test_encode_bf16_rounds_to_nearest_even_as_torch_does(backend, rng):
+    torch = pytest.importorskip("torch")
+    bits = rng.integers(0, 1 << 32, 50_001, dtype=np.uint32)
+    bits[:4] = (
+        0x3F808000,
+        0x3F818000,
+        0x7F7FFFFF,
+        0x7F800001,
+    )  # two ties, the largest float, a NaN with low bits only
+    values = bits.view(np.float32)
+    out = np.empty(len(values), np.uint16)
+    kernels.encode_bf16(values, None, out, backend=backend)
+    want = torch.from_numpy(values.copy()).bfloat16().view(torch.int16).numpy().view(np.uint16)
+    is_nan = np.isnan(values)
+    np.testing.assert_array_equal(out[~is_nan], want[~is_nan])
+    assert ((out[is_nan] & 0x7FFF) > 0x7F80).all()
+
+
+@pytest.mark.parametrize("n", [0, 1, 9, 1000])
+def test_encode_bf16_with_error_feedback_loses_nothing_over_time(n, backend, rng):
+    values = rng.normal(size=n).astype(np.float32)
+    residual, bits, decoded = np.zeros(n, np.float32), np.empty(n, np.uint16), np.empty(n, np.float32)
+    sent = np.zeros(n)
+    for _ in range(64):
+        kernels.encode_bf16(values, residual, bits, backend=backend)
+        kernels.decode_bf16(bits, decoded, backend=backend)
+        sent += decoded
+    np.testing.assert_allclose(sent + residual, 64.0 * values, rtol=1e-5)
+    np.testing.assert_allclose(sent, 64.0 * values, rtol=2**-8 / 32)  # without feedback: off by up to 2**-9 of all
+
+
+def test_encode_bf16_leaves_no_residual_where_the_code_is_not_finite(backend):
+    largest = np.finfo(np.float32).max
+    values = np.array([np.nan, np.inf, -np.inf, largest, 1.0, 1.00390625], np.float32)
+    residual, bits, decoded = np.zeros(6, np.float32), np.empty(6, np.uint16), np.empty(6, np.float32)
+    kernels.encode_bf16(values, residual, bits, backend=backend)
+    kernels.decode_bf16(bits, decoded, backend=backend)
+    assert np.isnan(decoded[0])
+    assert decoded[1:4].tolist() == [np.inf, -np.inf, np.inf]  # the largest float rounds up
+    assert residual.tolist() == [0, 0, 0, 0, 0, 0.00390625]
+
+
+def test_codecs_of_both_backends_agree_bit_for_bit(rng):
+    values, residual = (rng.normal(size=5003) * 10.0 ** rng.integers(-30, 30, 5003)).astype(np.float32), None
+    results = []
+    for name in BACKENDS:
+        residual, bits = values[::-1].copy(), np.empty(5003, np.uint16)
+        kernels.encode_bf16(values, residual, bits, backend=name)
+        results.append((bits.tobytes(), residual.tobytes()))
+    assert results[0] == results[1]
+
+
+def test_codecs_with_wrong_arrays_refuse(backend):
+    f32, u16 = np.zeros(8, np.float32), np.zeros(8, np.uint16)
+    with pytest.raises(ShapeError, match="values must be"):
+        kernels.encode_bf16(f32.astype(np.float64), None, u16, backend=backend)
+    with pytest.raises(ShapeError, match="residual must be"):
+        kernels.encode_bf16(f32, np.zeros(7, np.float32), u16, backend=backend)
+    with pytest.raises(ShapeError, match="residual must not overlap values"):
+        kernels.encode_bf16(f32, f32, u16, backend=backend)
+    with pytest.raises(ShapeError, match="out must be"):
+        kernels.decode_bf16(u16, np.zeros(9, np.float32), backend=backend)
+    with pytest.raises(ShapeError, match="out must not overlap bits"):
+        kernels.decode_bf16(f32.view(np.uint16)[:8], f32, backend=backend)
+
+
+# ---- checksum ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "value"),
+    [
+        (b"", 0),
+        (b"123456789", 0xE3069283),
+        (bytes(32), 0x8A9136AA),  # the next three: RFC 3720, B.4
+        (b"\xff" * 32, 0x62A8AB43),
+        (bytes(range(32)), 0x46DD794E),
+    ],
+)
+def test_checksum_of_known_vectors_equals_the_published_values(data, value, backend):
+    assert kernels.checksum(data, backend=backend) == value
+    assert kernels._C.checksum(data, 0, by_tables=True) == value
+
+
+def bitwise_crc32c(data):
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+def test_checksum_of_every_length_and_alignment_equals_the_definition(rng):
+    data = rng.integers(0, 256, 2000, dtype=np.uint8)
+    for n in [*range(40), 255, 767, 768, 769, 1543, 1990]:
+        for start in (0, 1, 7):
+            piece = data[start : start + n]
+            want = bitwise_crc32c(piece.tobytes())
+            assert kernels.checksum(piece, backend="cpu") == want
+            assert kernels.checksum(piece, backend="reference") == want
+            assert kernels._C.checksum(piece, 0, by_tables=True) == want
+
+
+@pytest.mark.parametrize("n", [12_287, 12_288, 12_289, 100_003])
+def test_checksum_of_long_buffers_agrees_between_all_ways(n, rng):
+    data = rng.integers(0, 256, n, dtype=np.uint8)
+    want = kernels._C.checksum(data, 5, by_tables=True)
+    assert kernels.checksum(data, 5, backend="cpu") == want
+    assert kernels.checksum(data, 5, backend="reference") == want
+
+
+def test_checksum_in_pieces_equals_that_of_the_whole(backend, rng):
+    data = rng.integers(0, 256, 50_000, dtype=np.uint8)
+    whole = kernels.checksum(data, backend=backend)
+    for cut in (0, 1, 777, 16_384, 49_999, 50_000):
+        assert kernels.checksum(data[cut:], kernels.checksum(data[:cut], backend=backend), backend=backend) == whole
+
+
+def test_checksum_changes_with_every_single_bit(backend):
+    data = np.zeros(64, np.uint8)
+    seen = {kernels.checksum(data, backend=backend)}
+    for bit in range(512):
+        data[bit // 8] ^= 1 << bit % 8
+        seen.add(kernels.checksum(data, backend=backend))
+        data[bit // 8] ^= 1 << bit % 8
+    assert len(seen) == 513
+
+
+def test_checksum_takes_any_contiguous_buffer_and_refuses_others(backend):
+    array = np.arange(12, dtype=np.float64).reshape(3, 4)
+    want = kernels.checksum(array.tobytes(), backend=backend)
+    for same in (array, memoryview(array), bytearray(array.tobytes())):
+        assert kernels.checksum(same, backend=backend) == want
+    for bad in (array[:, ::2], array.T, "text", 3):
+        with pytest.raises(ShapeError, match="C-contiguous"):
+            kernels.checksum(bad, backend=backend)
+    with pytest.raises(ShapeError, match="2\\*\\*32"):
+        kernels.checksum(array, -1, backend=backend)
+
+
+# ---- words -------------------------------------------------------------------------------------------------
+
+
+def test_words_stored_are_loaded_back_and_touch_nothing_else():
+    memory = np.zeros(64, np.uint8)
+    kernels.store_word(memory, 8, 0x0123456789ABCDEF)
+    kernels.store_word(memory, 56, 2**64 - 1)
+    assert kernels.load_word(memory, 8) == 0x0123456789ABCDEF
+    assert memory.view(np.uint64).tolist() == [0, 0x0123456789ABCDEF, 0, 0, 0, 0, 0, 2**64 - 1]
+    out = np.zeros(3, np.uint64)
+    kernels.load_words(memory, np.array([56, 0, 8]), out)
+    assert out.tolist() == [2**64 - 1, 0, 0x0123456789ABCDEF]
+
+
+def test_words_are_read_from_read_only_memory_but_not_written():
+    memory = np.zeros(16, np.uint8)
+    memory.flags.writeable = False
+    assert kernels.load_word(memory, 8) == 0
+    with pytest.raises(ShapeError, match="writable"):
+        kernels.store_word(memory, 8, 1)
+
+
+@pytest.mark.parametrize("offset", [-8, 57, 64, 2**62, -(2**63)])
+def test_words_outside_the_buffer_are_refused(offset):
+    memory = np.zeros(64, np.uint8)
+    out = np.zeros(1, np.uint64)
+    for call in (
+        lambda: kernels.load_word(memory, offset),
+        lambda: kernels.store_word(memory, offset, 1),
+        lambda: kernels.load_words(memory, np.array([offset]), out),
+    ):
+        with pytest.raises(ShapeError, match="within the buffer"):
+            call()
+    assert not memory.any()
+
+
+def test_words_not_aligned_or_too_wide_are_refused():
+    memory = np.zeros(64, np.uint8)
+    with pytest.raises(ShapeError, match="multiple of 8"):
+        kernels.load_word(memory, 4)
+    with pytest.raises(ShapeError, match="multiple of 8"):
+        kernels.load_word(memory[4:], 0)
+    with pytest.raises(ShapeError, match="within the buffer"):
+        kernels.load_word(memory[:4], 0)
+    for value in (-1, 2**64):
+        with pytest.raises(ShapeError, match="2\\*\\*64"):
+            kernels.store_word(memory, 0, value)
+    with pytest.raises(ShapeError, match="out must be"):
+        kernels.load_words(memory, np.array([0, 8]), np.zeros(1, np.uint64))
+
+
+# ---- choice of the backend ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without_native(monkeypatch):
+    monkeypatch.setattr(kernels, "_C", None)
+    monkeypatch.setattr(kernels, "_MISSING", "never built")
+    monkeypatch.setattr(kernels, "_has_warned", False)
+
+
+@pytest.mark.usefixtures("without_native")
+def test_auto_without_the_compiled_module_falls_back_and_says_so_once(caplog):
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert kernels.checksum(b"123456789") == 0xE3069283
+    assert [r.name for r in caplog.records] == ["pyddl.core.kernels"]
+    assert "never built" in caplog.text
+    assert "pip install" in caplog.text
+
+
+@pytest.mark.usefixtures("without_native")
+def test_cpu_without_the_compiled_module_is_refused_and_names_the_rebuild():
+    for call in (
+        lambda: kernels.checksum(b"", backend="cpu"),
+        lambda: kernels.load_word(np.zeros(8, np.uint8), 0),
+        lambda: kernels.store_word(np.zeros(8, np.uint8), 0, 1),
+        lambda: kernels.load_words(np.zeros(8, np.uint8), np.zeros(1, np.int64), np.zeros(1, np.uint64)),
+    ):
+        with pytest.raises(KernelUnavailable, match=r"never built.*pip install"):
+            call()
+
+
+@pytest.mark.usefixtures("without_native")
+def test_describe_backends_without_the_compiled_module_says_why():
+    assert kernels.describe_backends()["cpu"] == "missing: never built"
+
+
+def test_describe_backends_with_the_compiled_module_names_its_loops():
+    assert kernels._C.instruction_set() in kernels.describe_backends()["cpu"]
+
+
+def test_unknown_backend_is_refused():
+    with pytest.raises(ConfigError, match="auto, cpu, reference"):
+        kernels.checksum(b"", backend="gpu")
