@@ -1,0 +1,448 @@
+"""The learner's link thread: it carries everything between a learner's rank and its mailbox.
+
+Here: one thread per rank that reads the down board, writes words, uploads snapshots and fetches published fragments,
+each as a small generator; the training thread only exchanges plain values with it and never waits. Not here: what the
+values mean (run/learner.py), MPI calls (world.py hands in the window).
+
+No call that can last is ever made (rule 14): payloads go in pieces of at most 4 MiB, each polled; a Flush is called
+only when the target has just answered a read of the board, and only while no piece is moving. A link whose piece or
+read does not move for ``stall_s`` is *stalled*: it starts nothing new until the board answers again.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.kernels import checksum, decode_bf16
+from ..core.layout import Layout
+from ..errors import TransportError
+from .buffers import BufferPool
+from .mailbox import (
+    HEADER_BYTES,
+    NOT_MERGED,
+    UP_WORDS,
+    WIRE_BYTES,
+    WIRE_DTYPE,
+    Board,
+    DownHeader,
+    Geometry,
+    UpHeader,
+)
+
+__all__ = ["Arrival", "Courier", "Pending", "RemoteWindow", "Upload"]
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES = 4 << 20
+_BEAT_S = 0.1
+_BUSY_POLL_S = 0.0005
+_MIN_POLL_S = 0.001
+_MAX_POLL_S = 0.01
+_FLOAT, _FLOAT_BITS = struct.Struct("<d"), struct.Struct("<Q")
+
+Task = Generator[bool, None, None]  # yields whether something of it is in flight
+
+
+class Pending(Protocol):
+    """An operation that has been started."""
+
+    def test(self) -> bool:
+        """Whether it is complete; never blocks."""
+        ...
+
+
+class RemoteWindow(Protocol):
+    """The origin's end of a mailbox. Offsets in bytes; buffers must live until the operation is complete."""
+
+    def get(self, offset: int, out: NDArray[np.uint8]) -> Pending:
+        """Start to read ``out.nbytes`` bytes."""
+        ...
+
+    def put(self, offset: int, data: NDArray[np.uint8]) -> Pending:
+        """Start to write ``data``; complete means that the buffer may be reused, not that it has arrived."""
+        ...
+
+    def write_word(self, offset: int, value: int) -> None:
+        """Start to replace one aligned 8-byte word; arrived after the next flush."""
+        ...
+
+    def flush(self) -> None:
+        """Complete everything at the target. Blocks: only call it when the target has just answered."""
+        ...
+
+
+class GroupGather(Protocol):
+    """Joins the slices of a learner's ranks."""
+
+    def start(self, mine: NDArray[np.uint8], out: NDArray[np.uint8], bounds: list[tuple[int, int]]) -> Pending:
+        """Start to collect every rank's slice of ``out``; ranks call it in the same order."""
+        ...
+
+
+@dataclass
+class Upload:
+    """One rank's part of a contribution.
+
+    Attributes:
+        header: what rank 0 sends ahead of its slice; None on other ranks.
+        encode: runs in the link thread; returns this rank's slice as it goes on the wire, uint8.
+        counters: [c] int64, sent by rank 0.
+    """
+
+    round: int
+    line: int
+    fragment: int
+    num_elements: int
+    num_counters: int
+    encode: Callable[[], NDArray[np.uint8]]
+    header: UpHeader | None = None
+    counters: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """A published fragment that this rank holds completely. ``floats`` [n] float32 is the receiver's to keep."""
+
+    sequence: int
+    fragment: int
+    version: int
+    step: int
+    contains_round: int
+    floats: NDArray[np.float32]
+    counters: NDArray[np.int64]
+
+
+class Courier(threading.Thread):
+    """The link thread of one rank.
+
+    Args:
+        window: the mailbox.
+        geometry: its shape.
+        layout: fragments, for their sizes.
+        rank: within the learner's group.
+        gather: joins slices; None when G = 1.
+        run_token: as in the mailbox's headers.
+        stall_s: without any movement for so long the link counts as stalled.
+        pool: where buffers of arrivals come from.
+    """
+
+    def __init__(
+        self,
+        window: RemoteWindow,
+        geometry: Geometry,
+        layout: Layout,
+        *,
+        rank: int,
+        gather: GroupGather | None,
+        run_token: int,
+        stall_s: float,
+        pool: BufferPool,
+    ) -> None:
+        super().__init__(name="pyddl-link", daemon=True)
+        self.board: Board | None = None
+        self.board_words: NDArray[np.uint64] | None = None  # the same, raw
+        self.heard_s = time.monotonic()  # when the syncer's heartbeat was last seen to change
+        self.stalled = False
+        self.received_sequence = 0
+        self.failure: BaseException | None = None
+        self.num_damaged = 0
+        self.num_stalls = 0
+        self._window = window
+        self._geometry = geometry
+        self._layout = layout
+        self._rank = rank
+        self._gather = gather
+        self._run_token = run_token
+        self._pool = pool
+        self._stall_s = stall_s
+        self._asleep = threading.Lock()  # held while there is nothing to hurry for; released by whoever wakes the thread
+        self._asleep.acquire()
+        self._ending = False
+        self._words: dict[int, int] = {}  # offset -> newest value to write
+        self._progress: tuple[int, ...] = ()  # newest values of the up board's first words
+        self._written_progress: tuple[int, ...] = ()
+        self._uploads: deque[Upload] = deque()
+        self._arrivals: deque[Arrival] = deque()
+        self._max_arrivals = len(layout.fragments) + geometry.num_slots
+        self._poll_s = _MIN_POLL_S
+        self._pings = 0
+        self._flushed_ping = 0
+        self._unflushed = False
+        self._flush_wanted = 0
+        self._moving = 0
+        self._beats = 0
+        self._next_beat_s = 0.0
+
+    # ------------------------------------------------------------------- the training thread's side; never blocks
+
+    def report(self, *, state: int, step: int, num_steps: int, tokens: int, loss: float, step_s: float) -> None:
+        """Put the learner's progress on the up board (rank 0)."""
+        # written by the link thread: the training thread only leaves the newest values
+        self._progress = (state, step << 32 | num_steps, tokens, _FLOAT_BITS.unpack(_FLOAT.pack(loss))[0])
+        # a board read well within each step is soon enough
+        self._poll_s = min(max(step_s / 16, _MIN_POLL_S), _MAX_POLL_S)
+
+    def announce(self, line: int, word: int) -> None:
+        """Answer the round on a line (rank 0)."""
+        self._words[self._geometry.announcement_word(line)] = word
+
+    def submit(self, upload: Upload) -> None:
+        """Send a snapshot."""
+        self._uploads.append(upload)
+
+    def hurry(self) -> None:
+        """Do not wait for the next poll: something was announced or submitted.
+
+        To be called last at a boundary, else the link thread would compete with the training thread's copies.
+        """
+        try:
+            self._asleep.release()
+        except RuntimeError:  # it was told already
+            pass
+
+    def arrivals(self, upto_sequence: int) -> list[Arrival]:
+        """What is held up to a sequence number, in order of arrival; left in place until :meth:`taken`."""
+        if not self._arrivals:
+            return []
+        return [a for a in list(self._arrivals) if a.sequence <= upto_sequence]
+
+    def taken(self, arrivals: list[Arrival]) -> None:
+        """These have been applied or superseded."""
+        for arrival in arrivals:
+            self._arrivals.remove(arrival)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of this rank waits to be sent."""
+        written = self._progress is self._written_progress
+        return written and not self._uploads and not self._words and not self._unflushed
+
+    def end(self, timeout_s: float) -> bool:
+        """Send what is left of the words, for at most ``timeout_s``, and stop the thread; whether it stopped."""
+        deadline = time.monotonic() + timeout_s
+        while not self.idle and self.is_alive() and not self.stalled and time.monotonic() < deadline:
+            time.sleep(_MIN_POLL_S)
+        self._ending = True
+        self.hurry()
+        self.join(max(0.0, deadline - time.monotonic()) + _MAX_POLL_S)
+        return not self.is_alive()
+
+    # ------------------------------------------------------------------------------------------ the link thread
+
+    def run(self) -> None:
+        """Give each task its turn until the end."""
+        try:
+            tasks = [self._read_board(), self._write_words(), self._upload(), self._download()]
+            while not self._ending:
+                busy = [next(task) for task in tasks]
+                self._asleep.acquire(timeout=_BUSY_POLL_S if any(busy) else self._poll_s)
+        except BaseException as error:
+            self.failure = error
+            log.exception("the link thread ended; training goes on without the syncer")
+
+    def _read_board(self) -> Task:
+        """Read the down board again and again; its answer is also the ping that allows a Flush."""
+        g = self._geometry
+        words = np.zeros(g.down_board_words, dtype=np.uint64)
+        into = words.view(np.uint8)
+        heartbeat, last = -1, b""
+        while True:
+            self._pings += 1
+            ping = self._pings
+            pending = self._window.get(0, into)
+            yield from self._until(pending)
+            if self.stalled:
+                self.stalled = False
+                log.info("the link to the syncer moves again")
+            raw = words.tobytes()
+            if raw != last:
+                last = raw
+                board = Board.from_words(words, g.num_slots)
+                if board.heartbeat != heartbeat:
+                    heartbeat, self.heard_s = board.heartbeat, time.monotonic()
+                self.board, self.board_words = board, words.copy()
+            if self._moving == 0:
+                if self._unflushed:
+                    self._unflushed = False
+                    self._window.flush()
+                self._flushed_ping = ping
+            yield bool(self._flush_wanted)
+
+    def _until(self, pending: Pending) -> Task:
+        """Wait for an operation by polling; notes a stall."""
+        started = time.monotonic()
+        while not pending.test():
+            if not self.stalled and time.monotonic() - started > self._stall_s:
+                self.stalled = True
+                self.num_stalls += 1
+                log.warning("the link to the syncer has not moved for %.0f s; training goes on", self._stall_s)
+            yield True
+
+    def _flushed(self) -> Task:
+        """Wait until everything started before this call has arrived at the target."""
+        mark = self._pings  # a ping started later than this one answers after our operations were started
+        self._unflushed = True
+        self._flush_wanted += 1
+        while self._flushed_ping <= mark:
+            yield True
+        self._flush_wanted -= 1
+
+    def _piece(self, start: Callable[[], Pending]) -> Task:
+        while self._flush_wanted or self.stalled:
+            yield True
+        self._moving += 1
+        yield from self._until(start())
+        self._moving -= 1
+
+    def _write(self, offset: int, value: int) -> None:
+        self._window.write_word(offset, value)
+        self._unflushed = True
+
+    def _write_words(self) -> Task:
+        beat_offset = self._geometry.heartbeat_word(self._rank)
+        offsets = [self._geometry.up_word(index) for index in range(UP_WORDS)]
+        while True:
+            if not self.stalled:
+                progress, before = self._progress, self._written_progress
+                if progress is not before:
+                    # in the order of the board: the progress is there before anything that is checked against it
+                    for index, value in enumerate(progress):
+                        if not before or before[index] != value:
+                            self._write(offsets[index], value)
+                    self._written_progress = progress
+                now = time.monotonic()
+                if now >= self._next_beat_s:
+                    self._beats += 1
+                    self._next_beat_s = now + _BEAT_S
+                    self._words[beat_offset] = self._beats
+                while self._words:  # the training thread may add meanwhile: take one at a time
+                    offset = next(iter(self._words))
+                    self._write(offset, self._words.pop(offset))
+            yield False
+
+    def _upload(self) -> Task:
+        while True:
+            if not self._uploads:
+                yield False
+                continue
+            upload = self._uploads[0]
+            yield from self._send(upload)
+            self._uploads.popleft()
+
+    def _cancelled(self, upload: Upload) -> bool:
+        outcome = self.board.outcomes[upload.line] if self.board else 0
+        return outcome == (upload.round << 32 | NOT_MERGED)
+
+    def _send(self, upload: Upload) -> Task:
+        """Header and payload, Flush, commit word; the Flush of the commit word is the next one of the board's."""
+        g, slot = self._geometry, self._geometry.up_slot(upload.line)
+        payload = upload.encode()
+        floats_at = slot + g.down_header_bytes + 8 * upload.num_counters
+        low, _ = g.slice_bytes(upload.num_elements, self._rank)
+        crc = 0
+        if upload.header is not None:
+            header = np.frombuffer(upload.header.to_bytes(), dtype=np.uint8)
+            counters = upload.counters.view(np.uint8)
+            yield from self._piece(lambda: self._window.put(slot, header))
+            if counters.nbytes:
+                yield from self._piece(lambda: self._window.put(slot + g.down_header_bytes, counters))
+            crc = checksum(counters, checksum(header))
+            assert header.nbytes == HEADER_BYTES
+        for start in range(0, payload.nbytes, PIECE_BYTES):
+            if self._cancelled(upload):
+                return
+            piece = payload[start : start + PIECE_BYTES]
+            offset = floats_at + low + start
+            yield from self._piece(lambda offset=offset, piece=piece: self._window.put(offset, piece))  # type: ignore[misc]
+        crc = checksum(payload, crc)
+        yield from self._flushed()
+        self._write(g.commit_word(upload.line, self._rank), upload.round << 32 | crc)
+
+    def _download(self) -> Task:
+        """Fetch published fragments strictly in order of their sequence numbers."""
+        g = self._geometry
+        while True:
+            sequence = self.received_sequence + 1
+            slot = (sequence - 1) % g.num_slots
+            word = self.board.down_commits[slot] if self.board else 0
+            if word >> 32 != sequence & 0xFFFFFFFF or len(self._arrivals) >= self._max_arrivals:
+                yield False
+                continue
+            yield from self._fetch(sequence, slot, word & 0xFFFFFFFF)
+
+    def _fetch(self, sequence: int, slot: int, header_crc: int) -> Task:
+        g, base = self._geometry, self._geometry.down_slot(slot)
+        raw = np.empty(g.down_header_bytes, dtype=np.uint8)
+        yield from self._piece(lambda: self._window.get(base, raw))
+        if checksum(raw) != header_crc:
+            yield from self._again(f"header of fragment update {sequence}")
+            return
+        header = DownHeader.from_bytes(raw, g)
+        if header.run_token != self._run_token:
+            raise TransportError(
+                f"a published fragment must be of run {self._run_token:x}; got one of run {header.run_token:x}"
+            )
+        fragment = self._layout.fragments[header.fragment]
+        counters = np.empty(header.num_counters, dtype=np.int64)
+        at = base + g.down_header_bytes
+        if counters.nbytes:
+            yield from self._piece(lambda: self._window.get(at, counters.view(np.uint8)))
+        encoded = self._wire_buffer(fragment.num_elements)
+        raw_floats = encoded.view(np.uint8)
+        at += counters.nbytes
+        low, high = g.slice_bytes(header.num_elements, self._rank)
+        for start in range(low, high, PIECE_BYTES):
+            piece = raw_floats[start : min(start + PIECE_BYTES, high)]
+            yield from self._piece(lambda start=start, piece=piece: self._window.get(at + start, piece))  # type: ignore[misc]
+        found = (checksum(counters), checksum(raw_floats[low:high]))
+        if found != (header.checksums[0], header.checksums[1 + self._rank]):
+            yield from self._again(f"fragment {header.fragment} version {header.version}")
+            return
+        if self._gather is not None:
+            bounds = [g.slice_bytes(header.num_elements, rank) for rank in range(g.num_ranks)]
+            mine = raw_floats[low:high].copy()
+            yield from self._until(self._gather.start(mine, raw_floats, bounds))
+        floats = self._decode(encoded)
+        self._arrivals.append(
+            Arrival(
+                sequence,
+                header.fragment,
+                header.version,
+                header.step,
+                header.contains_round,
+                floats,
+                counters,
+            )
+        )
+        self.received_sequence = sequence
+        self._write(g.ack_word(slot, self._rank), sequence)
+
+    def _again(self, what: str) -> Task:
+        """A damaged read: the slot still lies there unacknowledged, so read it again a little later."""
+        self.num_damaged += 1
+        log.warning("checksum of %s is wrong; it is read again", what)
+        until = time.monotonic() + _BEAT_S
+        while time.monotonic() < until:
+            yield False
+
+    def _wire_buffer(self, num_elements: int) -> NDArray[np.float32] | NDArray[np.uint16]:
+        if WIRE_BYTES[self._geometry.wire] == 4:
+            return self._pool.take(num_elements)
+        return np.empty(num_elements, dtype=WIRE_DTYPE[self._geometry.wire])
+
+    def _decode(self, encoded: NDArray[np.float32] | NDArray[np.uint16]) -> NDArray[np.float32]:
+        if encoded.dtype == np.float32:
+            return encoded  # type: ignore[return-value]
+        floats = self._pool.take(len(encoded))
+        decode_bf16(encoded, floats)  # type: ignore[arg-type]
+        return floats

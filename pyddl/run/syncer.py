@@ -1,0 +1,531 @@
+"""The syncer's loop: it reads mailboxes, tells the protocol, and does what the protocol says.
+
+Here: turning words into events and actions into stores, merges, checkpoints and trace lines. Not here: decisions
+(core/protocol.py), MPI (link/world.py), the set-up of a world (run/session.py). Nothing here needs torch.
+
+Three threads beside the main one, all with the GIL released in what takes long: one merges, one verifies contributions
+and copies published fragments, one writes checkpoints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+from typing import Protocol as Interface
+
+from ..config import Config, to_toml
+from ..core import events as ev
+from ..core.kernels import OuterStep
+from ..core.layout import Layout
+from ..core.protocol import Protocol, ProtocolConfig
+from ..core.state import GlobalState, Input, StepResult
+from ..errors import CheckpointError, TransportError
+from ..link.mailbox import (
+    CLOSING,
+    DRAINING,
+    FINISHED,
+    FINISHED_AFTER_LOSS,
+    LEFT,
+    MERGED,
+    NOT_MERGED,
+    RUNNING,
+    pack,
+)
+from ..link.port import Contribution, LearnerPort, Published, Reading
+from ..store.checkpoint import Checkpoint, FragmentState, write_checkpoint
+from ..store.trace import Trace
+from .processes import DeathWatch
+
+__all__ = ["Syncer", "View", "new_global_state", "protocol_config"]
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.001
+_BEAT_S = 0.01
+_SAMPLE_S = 1.0  # between two lines of progress in the trace
+_LEAVE_S = 10.0  # for the learners to take the last fragments and go
+
+
+def protocol_config(config: Config, layout: Layout, num_learners: int) -> ProtocolConfig:
+    """What the protocol has to know, from a run's configuration."""
+    return ProtocolConfig(
+        num_fragments=len(layout.fragments),
+        num_learners=num_learners,
+        quorum=config.sync.quorum,
+        interval=config.interval,
+        tau_steps=config.sync.tau_steps,
+        in_flight=config.sync.in_flight,
+        gamma=config.sync.gamma,
+        grace=config.sync.grace,
+        max_steps=config.run.max_steps,
+        max_tokens=config.run.max_tokens,
+        drain_s=config.timeouts.drain_s,
+        checkpoint_every_merges=config.run.checkpoint_every_merges,
+        lockstep_steps=config.sync.lockstep_steps,
+    )
+
+
+def new_global_state(config: Config, layout: Layout) -> GlobalState:
+    """An empty global state for a run's configuration."""
+    outer = OuterStep(config.outer.optimizer, config.outer.lr, config.outer.momentum)  # type: ignore[arg-type]
+    return GlobalState(
+        layout,
+        outer=outer,
+        merge_rule=config.sync.merge_rule,
+        wire=config.sync.wire,
+        backend=config.run.backend,
+    )
+
+
+class View(Interface):
+    """Shows the run to a person (view/progress.py)."""
+
+    def update(self, syncer: Syncer) -> None:
+        """Called often; draws when it is time to."""
+        ...
+
+    def say(self, sentence: str) -> None:
+        """A change of state worth a line."""
+        ...
+
+    def close(self) -> None:
+        """The run is over."""
+        ...
+
+
+@dataclass
+class _Learner:
+    """A learner as the loop sees it."""
+
+    port: LearnerPort
+    watch: DeathWatch
+    last_beat_s: float
+    silent: bool = False
+    lost: bool = False
+    done: bool = False
+    left: bool = False
+    loss: float = float("nan")
+    progress: tuple[int, int, int] = (0, 0, 0)
+    moved_s: float = 0.0  # when it last made a step
+    max_gap_s: float = 0.0  # longest time between two steps since the last sample
+    verified: dict[int, Contribution] = field(default_factory=dict)  # round -> contribution
+    refused: set[int] = field(default_factory=set)  # rounds already answered "not merged"
+
+
+class Syncer:
+    """The loop around one protocol object.
+
+    Args:
+        config: of the run.
+        layout: parameters -> fragments.
+        state: loaded with the present model.
+        protocol: fresh, or restored from a checkpoint.
+        ports: the mailboxes, by learner_id; each with a watch on the learner's processes.
+        folder: of the run, or None: nothing is written.
+        view: shows progress.
+        set_busy: told whether something is in flight (drives MPI's progress faster).
+        executor: runs verifications and downlink copies.
+        refresh: shows now and then that the run's folder is in use.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        state: GlobalState,
+        protocol: Protocol,
+        ports: dict[int, tuple[LearnerPort, DeathWatch]],
+        *,
+        folder: Path | None,
+        view: View,
+        set_busy: Callable[[bool], None],
+        executor: Executor,
+        refresh: Callable[[], object] | None,
+    ) -> None:
+        self.config = config
+        self.layout = layout
+        self.state = state
+        self.protocol = protocol
+        self.num_lost = 0
+        self.num_in_last_merge = 0
+        self.started_s = time.monotonic()
+        self.outcome = ""
+        self._view = view
+        self._folder = folder
+        self._set_busy = set_busy
+        self._refresh = refresh
+        self._copier = executor
+        self._merger = ThreadPoolExecutor(1, "pyddl-merge")
+        self._writer = ThreadPoolExecutor(1, "pyddl-checkpoint")
+        self._trace = Trace(folder / "events.jsonl" if folder else None, fields={"role": "syncer"})
+        now = time.monotonic()
+        self.learners = {m: _Learner(port, watch, now, moved_s=now) for m, (port, watch) in sorted(ports.items())}
+        num_slots = next(iter(self.learners.values())).port.geometry.num_slots
+        self._free_lines = list(range(num_slots))
+        self._lines: dict[int, int] = {}  # open round -> line
+        self._past_lines: dict[int, int] = {}  # closed round -> line it had, for late answers
+        self._published: dict[int, Published] = {}
+        self._steps = {p: protocol.step for p in range(len(layout.fragments))}
+        self._merges: dict[int, Future[StepResult]] = {}
+        self._verifications: list[tuple[_Learner, int, Future[Contribution]]] = []
+        self._checkpoint: Future[Path] | None = None
+        self._beats = 0
+        self._next_beat_s = 0.0
+        self._next_sample_s = 0.0
+        self._status = ""
+        self._stop: str | None = None
+        self._leaving = False
+
+    @property
+    def num_silent(self) -> int:
+        """Learners that do not beat at present."""
+        return sum(x.silent and not x.lost for x in self.learners.values())
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether the run came to its end, and did not just run out of learners."""
+        return self.protocol.step > 0 and self.outcome != "no learner is left"
+
+    def request_stop(self, reason: str) -> None:
+        """End the run in good order; safe to call from a signal handler."""
+        self._stop = reason
+
+    # ------------------------------------------------------------------------------------------------- the loop
+
+    def serve(self) -> str:
+        """Run until the protocol finishes; returns its reason."""
+        now = time.monotonic()
+        for m, learner in self.learners.items():
+            self._tell(ev.LearnerJoined(m, learner.port.incarnation), now, processes=learner.watch.processes)
+        while self.protocol.phase != "finished":
+            self._turn()
+        self._leave()
+        return self.outcome
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        if self._stop is not None:
+            reason, self._stop = self._stop, None
+            self._view.say(f"stopping: {reason}")
+            self._tell(ev.StopRequested(reason), now)
+        for m, learner in self.learners.items():
+            if not learner.lost:
+                self._look_at(m, learner, now)
+        self._collect_verifications(now)
+        self._collect_merges(now)
+        deadline = self.protocol.next_deadline()
+        if deadline is not None and now >= deadline:
+            self._tell(ev.Tick(), now)
+        self._pump(now)
+        self._set_busy(bool(self.protocol.rounds) or any(not x.port.downlink.idle for x in self._present()))
+        self._view.update(self)
+        time.sleep(_POLL_S)
+
+    def _present(self) -> list[_Learner]:
+        return [learner for learner in self.learners.values() if not learner.lost]
+
+    def _look_at(self, m: int, learner: _Learner, now: float) -> None:
+        reading = learner.port.read()
+        incarnation = learner.port.incarnation
+        if reading is not None:
+            self._take(m, learner, reading, now)
+        if not learner.silent and now - learner.last_beat_s > self.config.timeouts.heartbeat_s:
+            learner.silent = True
+            self._view.say(f"learner {m} is silent; the others go on")
+            self._tell(ev.LearnerSilent(m, incarnation), now)
+        reason = learner.watch.ended()
+        if reason is not None:
+            learner.lost = True
+            if not learner.left:
+                self.num_lost += 1
+                self._view.say(f"learner {m} is lost ({reason}); the others go on")
+            self._tell(ev.LearnerLost(m, incarnation, "it left" if learner.left else reason), now)
+        for fragment, version, seconds in learner.port.downlink.received:
+            self._trace.write("Receipt", learner_id=m, fragment=fragment, version=version, after_s=seconds)
+        learner.port.downlink.received.clear()
+
+    def _take(self, m: int, learner: _Learner, reading: Reading, now: float) -> None:
+        """Words to events. Progress first: a contribution is checked against it."""
+        incarnation = learner.port.incarnation
+        if reading.beating:
+            learner.last_beat_s = now
+        progress = (reading.step, reading.num_steps, reading.tokens)
+        if progress != learner.progress or (learner.silent and reading.beating):
+            if learner.silent:
+                learner.silent = False
+                self._view.say(f"learner {m} is back")
+            if progress[1] != learner.progress[1]:
+                learner.max_gap_s = max(learner.max_gap_s, now - learner.moved_s)
+                learner.moved_s = now
+            learner.progress = progress
+            learner.loss = reading.loss
+            self._tell(ev.Progress(m, incarnation, *progress), now)
+        if reading.state in (CLOSING, LEFT) and not learner.done:
+            learner.done = True
+            self._tell(ev.LearnerDone(m, incarnation), now)
+        learner.left = learner.left or reading.state == LEFT
+        for _line, round_id, declined in reading.answers:
+            self._tell(ev.Announced(m, incarnation, round_id, declined), now)
+        for line, round_id in reading.commits:
+            if round_id not in learner.refused:
+                future = self._copier.submit(learner.port.verify, line, round_id)
+                self._verifications.append((learner, round_id, future))
+
+    def _collect_verifications(self, now: float) -> None:
+        waiting = []
+        for learner, round_id, future in self._verifications:
+            if not future.done():
+                waiting.append((learner, round_id, future))
+                continue
+            if round_id in learner.refused:
+                continue  # its slot may be in use again
+            port = learner.port
+            try:
+                contribution = future.result()
+            except TransportError as error:
+                self._tell(ev.ContributionDamaged(port.learner_id, port.incarnation, round_id, str(error)), now)
+                continue
+            learner.verified[round_id] = contribution
+            h = contribution.header
+            self._tell(
+                ev.ContributionArrived(
+                    port.learner_id,
+                    port.incarnation,
+                    round_id,
+                    h.fragment,
+                    h.base_version,
+                    h.step,
+                    h.c_steps,
+                    h.c_tokens,
+                ),
+                now,
+            )
+        self._verifications = waiting
+
+    def _collect_merges(self, now: float) -> None:
+        for round_id, future in list(self._merges.items()):
+            if not future.done():
+                continue
+            del self._merges[round_id]
+            result = future.result()
+            self.state.commit(result)
+            report = result.report
+            norms = {} if report is None else {"norms": report.norms.tolist(), "merged_norm": report.merged_norm}
+            self._tell(ev.MergeDone(round_id, result.rejected), now, **norms)
+
+    def _pump(self, now: float) -> None:
+        for learner in self._present():
+            learner.port.downlink.pump(self._newest)
+        if now >= self._next_beat_s:
+            self._next_beat_s = now + _BEAT_S
+            self._beats += 1
+            self._write_boards()
+            if now >= self._next_sample_s:
+                self._next_sample_s = now + _SAMPLE_S
+                self._sample()
+
+    def _write_boards(self) -> None:
+        phase = {"running": RUNNING, "draining": DRAINING, "finished": DRAINING}[self.protocol.phase]
+        if self._leaving:
+            phase = FINISHED_AFTER_LOSS if self.num_lost else FINISHED
+        tokens = self.protocol.tokens().processed
+        for learner in self._present():
+            learner.port.write_board(
+                heartbeat=self._beats,
+                step=self.protocol.step,
+                stop_step=self.protocol.stop_step,
+                phase=phase,
+                tokens=tokens,
+                limit_step=self.protocol.limit_step(),
+            )
+
+    def _sample(self) -> None:
+        now = time.monotonic()
+        learners = {}
+        for m, x in self.learners.items():
+            if not x.lost:
+                gap = x.max_gap_s if x.done else max(x.max_gap_s, now - x.moved_s)
+                x.max_gap_s = 0.0
+                step, num_steps, tokens = x.progress
+                learners[m] = {"step": step, "num_steps": num_steps, "tokens": tokens, "loss": x.loss, "max_gap_s": gap}
+        if self._refresh is not None:
+            self._refresh()
+        self._trace.write("Sample", step=self.protocol.step, learners=learners)
+        status = self.protocol.status()
+        if status != self._status:
+            self._status = status
+            if status not in ("running", "finished"):
+                self._view.say(status)
+
+    # ----------------------------------------------------------------------------------------- events and actions
+
+    def _tell(self, event: ev.Event, now: float, **extra: Any) -> None:
+        """Hand an event to the protocol and carry out what it answers."""
+        actions = self.protocol.handle(event, now)
+        if not isinstance(event, (ev.Progress, ev.Tick)):
+            self._note(event, **extra)
+        self._free_ended_lines()
+        for action in actions:
+            self._note(action)
+            self._actions[type(action)](self, action)
+
+    def _free_ended_lines(self) -> None:
+        for round_id in [r for r in self._lines if r not in self.protocol.rounds]:
+            line = self._lines.pop(round_id)
+            self._past_lines[round_id] = line
+            self._free_lines.append(line)
+            if len(self._past_lines) > 1024:
+                del self._past_lines[next(iter(self._past_lines))]
+            for learner in self.learners.values():
+                learner.verified.pop(round_id, None)
+
+    def _note(self, item: ev.Event | ev.Action, **extra: Any) -> None:
+        fields = ev.to_dict(item)
+        self._trace.write(fields.pop("kind"), t=self.protocol.step, **fields, **extra)
+
+    def _open(self, a: ev.OpenRound) -> None:
+        line = self._free_lines.pop(0)
+        self._lines[a.round] = line
+        for learner in self._present():
+            learner.port.ask(line, pack(a.round, a.fragment, a.base_version))
+
+    def _close(self, a: ev.CloseRound) -> None:
+        for learner in self._present():
+            learner.port.ask(self._line_of(a.round), 0)
+
+    def _merge(self, a: ev.Merge) -> None:
+        inputs = []
+        for c in a.contributors:
+            contribution = self.learners[c.learner_id].verified[a.round]
+            inputs.append(Input(c.learner_id, c.weight, c.step, contribution.floats, contribution.counters))
+        self._merges[a.round] = self._merger.submit(self.state.step, a.fragment, a.version, inputs)
+
+    def _publish(self, a: ev.Publish) -> None:
+        self.num_in_last_merge = len(a.merged)
+        self._steps[a.fragment] = a.step
+        self._published.pop(a.fragment, None)
+        for m, learner in self.learners.items():
+            if m in a.merged:
+                learner.port.downlink.contains[a.fragment] = a.round
+            learner.port.downlink.offer(a.fragment)
+        for m in a.merged:
+            self.learners[m].port.resolve(self._lines.get(a.round, self._past_lines.get(a.round, 0)), a.round, MERGED)
+
+    def _newest(self, fragment: int) -> Published:
+        """The present version of a fragment, as it goes to every learner."""
+        item = self._published.get(fragment)
+        if item is None:
+            v = self.state[fragment]
+            item = Published(fragment, v.version, self._steps[fragment], v.wire, v.counters)
+            self._published[fragment] = item
+        return item
+
+    def _reject(self, a: ev.Reject) -> None:
+        learner = self.learners[a.learner_id]
+        if (a.round not in self._lines and a.round not in self._past_lines) or a.round in learner.refused:
+            return  # nonsense progress, a round that was never asked, or one that was answered already
+        learner.refused.add(a.round)
+        learner.port.resolve(self._line_of(a.round), a.round, NOT_MERGED)
+
+    def _line_of(self, round_id: int) -> int:
+        return self._lines[round_id] if round_id in self._lines else self._past_lines[round_id]
+
+    def _stop_at(self, a: ev.StopAt) -> None:
+        self._write_boards()
+
+    def _finish(self, a: ev.Finish) -> None:
+        self.outcome = a.reason
+
+    def _write_checkpoint(self, a: ev.Checkpoint) -> None:
+        """Start to write the present state beside the work; a failure is a warning, never the end of training."""
+        if self._folder is None:
+            return
+        if self._checkpoint is not None and not self._checkpoint.done():
+            self._view.say("the last checkpoint is still being written; this one is left out")
+            return
+        self._report_checkpoint()
+        versions = self.state.versions()
+        checkpoint = Checkpoint(
+            step=a.step,
+            layout=self.layout,
+            fragments=tuple(FragmentState(v.version, v.theta, v.momentum, v.counters) for v in versions),
+            protocol=self.protocol.snapshot(),
+            config_toml=to_toml({f.name: getattr(self.config, f.name) for f in dataclasses.fields(Config)}),
+            meta={"reason": a.reason},
+        )
+        keep = self.config.run.keep_checkpoints
+        self._checkpoint = self._writer.submit(write_checkpoint, self._folder, checkpoint, keep=keep)
+
+    def _report_checkpoint(self, timeout_s: float | None = 0) -> None:
+        if self._checkpoint is None:
+            return
+        try:
+            path = self._checkpoint.result(timeout_s)
+            self._trace.write("CheckpointWritten", path=path.name)
+        except CheckpointError as error:
+            self._trace.write("CheckpointFailed", reason=str(error))
+            self._view.say(f"warning: {error}; training goes on")
+        self._checkpoint = None
+
+    _actions: ClassVar[dict[type[ev.Action], Callable[[Syncer, Any], None]]] = {
+        ev.OpenRound: _open,
+        ev.CloseRound: _close,
+        ev.Merge: _merge,
+        ev.Publish: _publish,
+        ev.Reject: _reject,
+        ev.StopAt: _stop_at,
+        ev.Checkpoint: _write_checkpoint,
+        ev.Finish: _finish,
+    }
+
+    # -------------------------------------------------------------------------------------------------- the end
+
+    def _leave(self) -> None:
+        """Let the learners take the last fragments, write the last checkpoint, say goodbye."""
+        deadline = time.monotonic() + _LEAVE_S
+        while time.monotonic() < deadline:
+            now = time.monotonic()
+            if all(x.port.downlink.idle or x.silent for x in self._present()):
+                break
+            self._settle(now)
+        self._report_checkpoint(None)
+        self._sample()
+        self._leaving = True
+        self._write_boards()  # learners leave close()
+        while time.monotonic() < deadline and not all(x.left or x.silent for x in self._present()):
+            self._settle(time.monotonic())
+        for pool in (self._merger, self._writer):
+            pool.shutdown(wait=False)
+        self._trace.write("Result", **self.result())
+        self._trace.close()
+        self._view.close()
+
+    def _settle(self, now: float) -> None:
+        for m, learner in self.learners.items():
+            if not learner.lost:
+                self._look_at(m, learner, now)
+                learner.port.downlink.pump(self._newest)
+        time.sleep(_POLL_S)
+
+    def result(self) -> dict[str, Any]:
+        """The figures of the run, for the report."""
+        p = self.protocol
+        return {
+            "outcome": self.outcome,
+            "step": p.step,
+            "num_merges": p.num_merges,
+            "achieved_H": p.achieved_interval_steps(),
+            "rejected": dict(p.rejected),
+            "ignored": dict(p.ignored),
+            "tokens": dataclasses.asdict(p.tokens()),
+            "learners": len(self.learners),
+            "num_lost": self.num_lost,
+            "merged_by_learner": {m: r.num_merged for m, r in p.learners.items()},
+            "seconds": time.monotonic() - self.started_s,
+        }
