@@ -1,0 +1,162 @@
+"""The main job, end to end: four learners train on real text, one is killed half-way, the run goes on.
+
+    python benchmarks/demo.py [--baseline] [--learners 4] [--steps N] [--no-kill] [section.key=value ...]
+
+Starts ``mpiexec -n 5 pyddl train`` (world mode, MPICH) on the source text of Python's standard library, sends SIGKILL
+to one learner when half of the tokens are processed, and reports. The last line is ``RESULT`` and a JSON object;
+benchmarks/README.md defines its figures. With ``--baseline`` the same model is then trained in one process by a plain
+AdamW loop on as many tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from pyddl.config import load_config
+from pyddl.errors import PyddlError
+from pyddl.store.trace import read_trace
+from pyddl.tasks import lm
+from pyddl.tasks.corpus import Corpus
+from pyddl.tasks.model import ByteLM
+
+DEFAULTS = ["run.checkpoint_every_merges=400"]
+STEPS = 1500
+GAP_WINDOW_S = 10.0  # "around the kill": this long before and after it
+
+
+def main() -> int:
+    """Run the demonstration; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--learners", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=STEPS, help="inner steps per learner, in the mean")
+    parser.add_argument("--no-kill", action="store_true", help="an undisturbed run")
+    parser.add_argument("--baseline", action="store_true", help="also train the baseline, in one process")
+    parser.add_argument("--keep", metavar="DIR", help="keep the run's folder there")
+    parser.add_argument("settings", nargs="*", metavar="section.key=value")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="pyddl-demo-") as scratch:
+        folder = Path(arguments.keep or Path(scratch) / "run")
+        if arguments.keep and folder.exists():
+            sys.stderr.write(f"--keep must name a folder that does not exist; {folder} does\n")
+            return 2
+        try:
+            result = demo(arguments, folder)
+        except PyddlError as error:
+            sys.stderr.write(f"pyddl: {error}\n")
+            return error.exit_status
+    print("RESULT", json.dumps(result))
+    return 0
+
+
+def demo(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One run and its figures."""
+    words = [*DEFAULTS, *arguments.settings]
+    config, sections = load_config(None, words, sections={"lm": lm.LMConfig})
+    task: lm.LMConfig = sections["lm"]
+    max_tokens = arguments.steps * arguments.learners * task.batch_size * task.model.context
+    words += [f"run.max_tokens={max_tokens}", f"run.learners={arguments.learners}", f"run.dir={folder}"]
+
+    killed = train(words, arguments.learners, folder, max_tokens, victim=None if arguments.no_kill else 2)
+    events = list(read_trace(folder / "events.jsonl"))
+    outcome = next((e for e in reversed(events) if e["kind"] == "Result"), None)
+    if outcome is None:
+        raise SystemExit("the run did not come to its end; see its output above")
+    print("evaluating the syncer's global model on held-out text ...", file=sys.stderr)
+    held_out = Corpus.open(task.data_paths).validation_bytes(task.validation_bytes)
+    start = lm.evaluate(ByteLM(task.model, seed=config.run.seed), held_out)
+    end = lm.evaluate_run(folder, task)
+    baseline = None
+    if arguments.baseline:
+        print("training the baseline in one process ...", file=sys.stderr)
+        tokens = outcome["tokens"]["processed"]
+        baseline = lm.baseline(task, total_tokens=tokens, data_parallel=arguments.learners, seed=config.run.seed)[
+            "loss"
+        ]
+    lost_s = next((e["time_s"] for e in events if e["kind"] == "LearnerLost" and e["reason"] != "it left"), None)
+    merges = [e["time_s"] for e in events if e["kind"] == "Publish"]
+    return {
+        "val_loss_start": start,
+        "val_loss_end": end,
+        "baseline_val_loss": baseline,
+        "learners": arguments.learners,
+        "killed": killed,
+        "rounds_merged": len(merges),
+        "rounds_after_kill": None if lost_s is None else sum(t > lost_s for t in merges),
+        "rejected": outcome["rejected"],
+        "achieved_H": outcome["achieved_H"],
+        "tokens": outcome["tokens"]["processed"],
+        "survivor_max_gap_steps": None if lost_s is None else survivor_gap_steps(events, killed, lost_s),
+        "merged_by_learner": outcome["merged_by_learner"],
+        "outcome": outcome["outcome"],
+        "seconds": outcome["seconds"],
+    }
+
+
+def train(words: list[str], num_learners: int, folder: Path, max_tokens: int, victim: int | None) -> list[int]:
+    """Run the world to its end; returns the learners that were killed."""
+    binaries = Path(sys.executable).parent
+    mpiexec = shutil.which("mpiexec", path=str(binaries)) or "mpiexec"
+    command = [mpiexec, "-n", str(1 + num_learners), str(binaries / "pyddl"), "train", *words]
+    print("$", " ".join(command), file=sys.stderr)
+    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    world = subprocess.Popen(command, env=environment)
+    killed: list[int] = []
+    try:
+        while world.poll() is None:
+            time.sleep(0.2)
+            if victim is not None and not killed:
+                pid = half_way(folder / "events.jsonl", victim, max_tokens // 2)
+                if pid is not None:
+                    print(f"demo: SIGKILL to learner {victim} (pid {pid})", file=sys.stderr)
+                    os.kill(pid, signal.SIGKILL)
+                    killed.append(victim)
+    except BaseException:
+        world.send_signal(signal.SIGTERM)
+        world.wait(60)
+        raise
+    return killed
+
+
+def half_way(tape: Path, victim: int, tokens: int) -> int | None:
+    """The victim's process id once ``tokens`` are processed."""
+    if not tape.exists():
+        return None
+    pid, seen = None, 0
+    for event in read_trace(tape):
+        if event["kind"] == "LearnerJoined" and event["learner_id"] == victim:
+            pid = event["processes"][0][0]
+        elif event["kind"] == "Sample":
+            seen = sum(x["tokens"] for x in event["learners"].values())
+    return pid if seen >= tokens else None
+
+
+def survivor_gap_steps(events: list[dict[str, Any]], killed: list[int], at_s: float) -> float:
+    """Longest pause of any survivor around the kill, in units of its median step."""
+    samples = [e for e in events if e["kind"] == "Sample"]
+    worst = 0.0
+    for m in {m for e in samples for m in e["learners"]} - {str(k) for k in killed}:
+        own = [(e["time_s"], e["learners"][m]) for e in samples if m in e["learners"]]
+        steps = [
+            (t1 - t0) / (b["num_steps"] - a["num_steps"])
+            for (t0, a), (t1, b) in itertools.pairwise(own)
+            if b["num_steps"] > a["num_steps"]
+        ]
+        gaps = [x["max_gap_s"] for t, x in own if abs(t - at_s) <= GAP_WINDOW_S]
+        worst = max(worst, max(gaps) / statistics.median(steps))
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main())

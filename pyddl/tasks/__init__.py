@@ -1,0 +1,1 @@
+"""Models and data to train, on the public interface alone."""
