@@ -13,25 +13,21 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
+from worlds import Kill, result_of, run_world
+
 from pyddl.config import load_config
 from pyddl.errors import PyddlError
-from pyddl.store.trace import read_trace
 from pyddl.tasks import lm
 from pyddl.tasks.corpus import Corpus
 from pyddl.tasks.model import ByteLM
 
-DEFAULTS = ["run.checkpoint_every_merges=400"]
+DEFAULTS = ["run.checkpoint_every_merges=1000"]
 STEPS = 1500
 GAP_WINDOW_S = 10.0  # "around the kill": this long before and after it
 
@@ -63,16 +59,14 @@ def main() -> int:
 def demo(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One run and its figures."""
     words = [*DEFAULTS, *arguments.settings]
-    config, sections = load_config(None, words, sections={"lm": lm.LMConfig})
+    config, sections = load_config(None, ["run.max_steps=1", *words], sections={"lm": lm.LMConfig})
     task: lm.LMConfig = sections["lm"]
     max_tokens = arguments.steps * arguments.learners * task.batch_size * task.model.context
-    words += [f"run.max_tokens={max_tokens}", f"run.learners={arguments.learners}", f"run.dir={folder}"]
-
-    killed = train(words, arguments.learners, folder, max_tokens, victim=None if arguments.no_kill else 2)
-    events = list(read_trace(folder / "events.jsonl"))
-    outcome = next((e for e in reversed(events) if e["kind"] == "Result"), None)
-    if outcome is None:
-        raise SystemExit("the run did not come to its end; see its output above")
+    words += [f"run.max_tokens={max_tokens}", f"run.learners={arguments.learners}"]
+    kill = Kill(arguments.learners - 2, max_tokens // 2)
+    events = run_world(words, 1 + arguments.learners, folder, None if arguments.no_kill else kill)
+    outcome = result_of(events)
+    killed = [kill.learner_id] if kill.done else []
     print("evaluating the syncer's global model on held-out text ...", file=sys.stderr)
     held_out = Corpus.open(task.data_paths).validation_bytes(task.validation_bytes)
     start = lm.evaluate(ByteLM(task.model, seed=config.run.seed), held_out)
@@ -102,44 +96,6 @@ def demo(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "outcome": outcome["outcome"],
         "seconds": outcome["seconds"],
     }
-
-
-def train(words: list[str], num_learners: int, folder: Path, max_tokens: int, victim: int | None) -> list[int]:
-    """Run the world to its end; returns the learners that were killed."""
-    binaries = Path(sys.executable).parent
-    mpiexec = shutil.which("mpiexec", path=str(binaries)) or "mpiexec"
-    command = [mpiexec, "-n", str(1 + num_learners), str(binaries / "pyddl"), "train", *words]
-    print("$", " ".join(command), file=sys.stderr)
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
-    world = subprocess.Popen(command, env=environment)
-    killed: list[int] = []
-    try:
-        while world.poll() is None:
-            time.sleep(0.2)
-            if victim is not None and not killed:
-                pid = half_way(folder / "events.jsonl", victim, max_tokens // 2)
-                if pid is not None:
-                    print(f"demo: SIGKILL to learner {victim} (pid {pid})", file=sys.stderr)
-                    os.kill(pid, signal.SIGKILL)
-                    killed.append(victim)
-    except BaseException:
-        world.send_signal(signal.SIGTERM)
-        world.wait(60)
-        raise
-    return killed
-
-
-def half_way(tape: Path, victim: int, tokens: int) -> int | None:
-    """The victim's process id once ``tokens`` are processed."""
-    if not tape.exists():
-        return None
-    pid, seen = None, 0
-    for event in read_trace(tape):
-        if event["kind"] == "LearnerJoined" and event["learner_id"] == victim:
-            pid = event["processes"][0][0]
-        elif event["kind"] == "Sample":
-            seen = sum(x["tokens"] for x in event["learners"].values())
-    return pid if seen >= tokens else None
 
 
 def survivor_gap_steps(events: list[dict[str, Any]], killed: list[int], at_s: float) -> float:

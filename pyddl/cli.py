@@ -1,4 +1,4 @@
-"""The command line: ``pyddl train | syncer | guard | info | inspect | export``.
+"""The command line: ``pyddl train | syncer | guard | info | settings | inspect | export``.
 
 Here: arguments, dispatch, and how errors are shown (one sentence, exit status 2 for a mistake of the user). Not here:
 what the commands do. Each imports what it needs when it is called, so ``pyddl info`` works on a login node.
@@ -76,6 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("settings", nargs="*", metavar="section.key=value", help=_SETTINGS_HELP)
     info.set_defaults(run_command=_info)
 
+    settings = commands.add_parser("settings", help="every setting with its default and meaning, as a TOML file")
+    settings.set_defaults(run_command=_settings)
+
     inspect = commands.add_parser("inspect", help="what a run's folder holds: figures, losses, checkpoints")
     inspect.add_argument("run", type=Path, metavar="RUN")
     inspect.add_argument("--json", action="store_true", help="as one JSON object")
@@ -106,7 +109,7 @@ def _train(arguments: argparse.Namespace) -> int:
     from .config import load_config
     from .tasks import lm
 
-    config, sections = load_config(file, words, sections={"lm": lm.LMConfig})
+    config, sections = load_config(file, words, sections={"lm": lm.LMConfig}, defaults=lm.RECOMMENDED)
     lm.main(config, sections["lm"])
     return 0
 
@@ -137,6 +140,14 @@ def _info(arguments: argparse.Namespace) -> int:
         if arguments.learners < 1 or not arguments.step_s > 0:
             raise ConfigError("--learners must be at least 1 and --step-s positive")
         info.show_plan(config, int(arguments.parameters), arguments.learners, arguments.step_s)
+    return 0
+
+
+def _settings(_arguments: argparse.Namespace) -> int:
+    from .tasks import lm
+    from .view.settings import describe_settings
+
+    sys.stdout.write(describe_settings({"lm": lm.LMConfig()}))
     return 0
 
 

@@ -220,7 +220,9 @@ class Config:
     @property
     def interval(self) -> IntervalSchedule:
         """The schedule of H."""
-        return IntervalSchedule.parse(self.sync.interval, max_steps=self.run.max_steps or None)
+        return IntervalSchedule.parse(
+            self.sync.interval, max_steps=self.run.max_steps or None, max_tokens=self.run.max_tokens or None
+        )
 
 
 def load_config(
@@ -228,6 +230,7 @@ def load_config(
     overrides: Iterable[str] = (),
     *,
     sections: Mapping[str, type] | None = None,
+    defaults: Iterable[str] = (),
 ) -> tuple[Config, dict[str, Any]]:
     """Read a configuration: defaults, then a TOML file, then ``section.key=value`` words.
 
@@ -235,6 +238,7 @@ def load_config(
         file: a TOML file, or None.
         overrides: words such as ``sync.quorum=2``; later ones win.
         sections: further sections (name -> frozen dataclass) that a task brings.
+        defaults: words that stand in for the built-in defaults, below the file.
 
     Returns:
         The :class:`Config`, and an instance for each of ``sections`` by name.
@@ -246,17 +250,24 @@ def load_config(
     types_by_section: dict[str, type] = {f.name: _section_type(Config, f.name) for f in dataclasses.fields(Config)}
     types_by_section.update(sections or {})
     values: dict[str, dict[str, Any]] = {name: {} for name in types_by_section}
+    _merge_words(values, defaults, types_by_section, origin="the task's defaults")
     if file is not None:
         _merge_file(values, Path(file), types_by_section)
-    for word in overrides:
-        key, equals, text = word.partition("=")
-        section, dot, name = key.strip().partition(".")
-        if not equals or not dot:
-            raise ConfigError(f"a setting on the command line must read section.key=value; got {word!r}")
-        _put(values, types_by_section, section, name, text.strip(), origin="the command line")
+    _merge_words(values, overrides, types_by_section, origin="the command line")
     built = {name: types_by_section[name](**values[name]) for name in types_by_section}
     own = {f.name: built.pop(f.name) for f in dataclasses.fields(Config)}
     return Config(**own), built
+
+
+def _merge_words(
+    values: dict[str, dict[str, Any]], words: Iterable[str], types_by_section: dict[str, type], origin: str
+) -> None:
+    for word in words:
+        key, equals, text = word.partition("=")
+        section, dot, name = key.strip().partition(".")
+        if not equals or not dot:
+            raise ConfigError(f"a setting on {origin} must read section.key=value; got {word!r}")
+        _put(values, types_by_section, section, name, text.strip(), origin=origin)
 
 
 def to_toml(sections: Mapping[str, Any]) -> str:

@@ -51,6 +51,7 @@ from .events import (
 )
 from .ledger import LearnerRecord, TokenLedger, average
 from .rounds import FragmentRecord, ProtocolConfig, Round
+from .schedule import MILLIONTHS
 
 __all__ = ["Protocol", "ProtocolConfig"]
 
@@ -72,6 +73,7 @@ class Protocol:
 
     Attributes:
         step: the syncer's clock t.
+        processed_tokens: of all learners and incarnations.
         stop_step: the clock step at which learners end, or None.
         phase: running, draining or finished.
         rejected: rejections by kind.
@@ -82,6 +84,7 @@ class Protocol:
     def __init__(self, config: ProtocolConfig) -> None:
         self.config = config
         self.step = 0
+        self.processed_tokens = 0
         self.stop_step: int | None = None
         self.phase = "running"
         self.learners: dict[int, LearnerRecord] = {}
@@ -440,11 +443,11 @@ class Protocol:
         quorum = self._quorum()
         if len(steps) >= quorum > 0:
             self.step = max(self.step, steps[quorum - 1])
+        self.processed_tokens = sum(m.tokens.processed for m in self.learners.values())
+        self.processed_tokens += sum(ledger.processed for ledger in self.past_ledgers.values())
         if self.phase != "running":
             return
-        tokens = sum(m.tokens.processed for m in self.learners.values())
-        tokens += sum(ledger.processed for ledger in self.past_ledgers.values())
-        if self.config.max_tokens and tokens >= self.config.max_tokens:
+        if self.config.max_tokens and self.processed_tokens >= self.config.max_tokens:
             self._stop_at(self.step, f"max_tokens = {self.config.max_tokens}")
         present = [m for m in self.learners.values() if m.state != "lost"]
         everybody = present and len(self.learners) >= self.config.num_learners
@@ -482,12 +485,18 @@ class Protocol:
         The first step t with t mod H = t_p, t_p = floor(p * H / P), that lies at least H/2 after its last round, so
         that a stall is followed by one round and not by one for every step missed. First at H + t_p.
         """
-        interval = self.config.interval.at(self.step)
+        interval = self.config.interval.at(self._position())
         phase = fragment * interval // self.config.num_fragments
         last = self.fragments[fragment].last_open
         if last is None:
             return interval + phase
         return phase + interval * math.ceil((last + self._min_gap(interval) - phase) / interval)
+
+    def _position(self) -> int:
+        """Where in the schedule of H the run is."""
+        if self.config.interval.by_tokens:
+            return MILLIONTHS * self.processed_tokens // self.config.max_tokens
+        return self.step
 
     def _min_gap(self, interval: int) -> int:
         return (interval + 1) // 2
@@ -503,7 +512,7 @@ class Protocol:
             due = [p for p in idle if not self.fragments[p].drained]
         else:
             due = sorted((p for p in idle if self.due_step(p) <= self.step), key=lambda p: (self.due_step(p), p))
-        for p in due[: max(0, self.config.in_flight_at(self.step) - len(self.rounds))]:
+        for p in due[: max(0, self.config.in_flight_at(self._position()) - len(self.rounds))]:
             self._open(p, now)
 
     def _open(self, p: int, now: float) -> None:
@@ -553,7 +562,7 @@ class Protocol:
             # answers must not keep the other fragments from being drained.
             assert self._drain_end_s is not None
             left = sum(not f.drained for f in self.fragments)
-            turns = math.ceil(left / self.config.in_flight_at(self.step))
+            turns = math.ceil(left / self.config.in_flight_at(self._position()))
             share_s = max(0.0, self._drain_end_s - r.opened_s) / (turns + 1)
             return min(self._drain_end_s, max(self._drain_end_s - self.config.drain_s / 2, r.opened_s + share_s))
         assert r.grace_end_s is not None

@@ -49,15 +49,15 @@ class ProtocolConfig:
     lockstep_steps: int = 0
     max_tokens_per_step: int = 1 << 32
 
-    def in_flight_at(self, step: int) -> int:
-        """Rounds that may be open at once at clock step ``step``."""
-        wanted = self.in_flight or max(2, math.ceil(self.num_fragments * self.tau_steps / self.interval.at(step)))
+    def in_flight_at(self, position: int) -> int:
+        """Rounds that may be open at once at a position of the schedule."""
+        wanted = self.in_flight or max(2, math.ceil(self.num_fragments * self.tau_steps / self.interval.at(position)))
         return min(wanted, self.num_fragments)
 
     @property
     def max_in_flight(self) -> int:
         """The largest value of :meth:`in_flight_at` over the run: the slots that a mailbox needs."""
-        return max(self.in_flight_at(step) for step in self.interval.starts_steps)
+        return max(self.in_flight_at(start) for start in self.interval.starts_steps)
 
 
 @dataclass

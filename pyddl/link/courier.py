@@ -29,8 +29,11 @@ from ..errors import TransportError
 from .buffers import BufferPool
 from .mailbox import (
     HEADER_BYTES,
+    LOSS,
     NOT_MERGED,
-    UP_WORDS,
+    STATE,
+    STEPS,
+    TOKENS,
     WIRE_BYTES,
     WIRE_DTYPE,
     Board,
@@ -94,8 +97,8 @@ class Upload:
     """One rank's part of a contribution.
 
     Attributes:
-        header: what rank 0 sends ahead of its slice; None on other ranks.
         encode: runs in the link thread; returns this rank's slice as it goes on the wire, uint8.
+        header: what rank 0 sends ahead of its slice; None on other ranks.
         counters: [c] int64, sent by rank 0.
     """
 
@@ -165,8 +168,11 @@ class Courier(threading.Thread):
         self._run_token = run_token
         self._pool = pool
         self._stall_s = stall_s
-        self._asleep = threading.Lock()  # held while there is nothing to hurry for; released by whoever wakes the thread
+        self._asleep = (
+            threading.Lock()
+        )  # held while there is nothing to hurry for; released by whoever wakes the thread
         self._asleep.acquire()
+        self._in_a_hurry = False
         self._ending = False
         self._words: dict[int, int] = {}  # offset -> newest value to write
         self._progress: tuple[int, ...] = ()  # newest values of the up board's first words
@@ -188,23 +194,30 @@ class Courier(threading.Thread):
     def report(self, *, state: int, step: int, num_steps: int, tokens: int, loss: float, step_s: float) -> None:
         """Put the learner's progress on the up board (rank 0)."""
         # written by the link thread: the training thread only leaves the newest values
-        self._progress = (state, step << 32 | num_steps, tokens, _FLOAT_BITS.unpack(_FLOAT.pack(loss))[0])
+        self._progress = (step << 32 | num_steps, tokens, _FLOAT_BITS.unpack(_FLOAT.pack(loss))[0], state)
         # a board read well within each step is soon enough
-        self._poll_s = min(max(step_s / 16, _MIN_POLL_S), _MAX_POLL_S)
+        self._poll_s = min(max(step_s / 8, _MIN_POLL_S), _MAX_POLL_S)
 
     def announce(self, line: int, word: int) -> None:
         """Answer the round on a line (rank 0)."""
         self._words[self._geometry.announcement_word(line)] = word
+        self._in_a_hurry = True
 
     def submit(self, upload: Upload) -> None:
         """Send a snapshot."""
         self._uploads.append(upload)
+        self._in_a_hurry = True
 
-    def hurry(self) -> None:
-        """Do not wait for the next poll: something was announced or submitted.
+    def boundary_done(self) -> None:
+        """Called last at a step boundary: what was announced and submitted at it does not wait for the next poll.
 
-        To be called last at a boundary, else the link thread would compete with the training thread's copies.
+        Not earlier, else the link thread would compete with the training thread's copies.
         """
+        if self._in_a_hurry:
+            self._in_a_hurry = False
+            self._awake()
+
+    def _awake(self) -> None:
         try:
             self._asleep.release()
         except RuntimeError:  # it was told already
@@ -233,16 +246,20 @@ class Courier(threading.Thread):
         while not self.idle and self.is_alive() and not self.stalled and time.monotonic() < deadline:
             time.sleep(_MIN_POLL_S)
         self._ending = True
-        self.hurry()
+        self._awake()
         self.join(max(0.0, deadline - time.monotonic()) + _MAX_POLL_S)
         return not self.is_alive()
 
     # ------------------------------------------------------------------------------------------ the link thread
 
+    def tasks(self) -> list[Task]:
+        """What the thread does, as generators that are given turns: started, they hold all of its state."""
+        return [self._read_board(), self._write_words(), self._upload(), self._download()]
+
     def run(self) -> None:
         """Give each task its turn until the end."""
         try:
-            tasks = [self._read_board(), self._write_words(), self._upload(), self._download()]
+            tasks = self.tasks()
             while not self._ending:
                 busy = [next(task) for task in tasks]
                 self._asleep.acquire(timeout=_BUSY_POLL_S if any(busy) else self._poll_s)
@@ -279,11 +296,12 @@ class Courier(threading.Thread):
             yield bool(self._flush_wanted)
 
     def _until(self, pending: Pending) -> Task:
-        """Wait for an operation by polling; notes a stall."""
+        """Wait for an operation by polling; notes a stall, once: the board may answer while a piece does not move."""
         started = time.monotonic()
+        noted = False
         while not pending.test():
-            if not self.stalled and time.monotonic() - started > self._stall_s:
-                self.stalled = True
+            if not noted and time.monotonic() - started > self._stall_s:
+                noted = self.stalled = True
                 self.num_stalls += 1
                 log.warning("the link to the syncer has not moved for %.0f s; training goes on", self._stall_s)
             yield True
@@ -310,12 +328,11 @@ class Courier(threading.Thread):
 
     def _write_words(self) -> Task:
         beat_offset = self._geometry.heartbeat_word(self._rank)
-        offsets = [self._geometry.up_word(index) for index in range(UP_WORDS)]
+        offsets = [self._geometry.up_word(index) for index in (STEPS, TOKENS, LOSS, STATE)]
         while True:
             if not self.stalled:
                 progress, before = self._progress, self._written_progress
                 if progress is not before:
-                    # in the order of the board: the progress is there before anything that is checked against it
                     for index, value in enumerate(progress):
                         if not before or before[index] != value:
                             self._write(offsets[index], value)
@@ -325,8 +342,7 @@ class Courier(threading.Thread):
                     self._beats += 1
                     self._next_beat_s = now + _BEAT_S
                     self._words[beat_offset] = self._beats
-                while self._words:  # the training thread may add meanwhile: take one at a time
-                    offset = next(iter(self._words))
+                for offset in list(self._words):  # a copy: the training thread may add meanwhile
                     self._write(offset, self._words.pop(offset))
             yield False
 
@@ -366,6 +382,8 @@ class Courier(threading.Thread):
             yield from self._piece(lambda offset=offset, piece=piece: self._window.put(offset, piece))  # type: ignore[misc]
         crc = checksum(payload, crc)
         yield from self._flushed()
+        if self._cancelled(upload):
+            return  # its snapshot may be in use again: the payload may not be whole
         self._write(g.commit_word(upload.line, self._rank), upload.round << 32 | crc)
 
     def _download(self) -> Task:
@@ -411,7 +429,9 @@ class Courier(threading.Thread):
         if self._gather is not None:
             bounds = [g.slice_bytes(header.num_elements, rank) for rank in range(g.num_ranks)]
             mine = raw_floats[low:high].copy()
-            yield from self._until(self._gather.start(mine, raw_floats, bounds))
+            joined = self._gather.start(mine, raw_floats, bounds)
+            while not joined.test():  # a mate that is late is no stall of the link to the syncer
+                yield True
         floats = self._decode(encoded)
         self._arrivals.append(
             Arrival(

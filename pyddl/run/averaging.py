@@ -47,14 +47,14 @@ class _Bucket:
                 part.copy_(p.grad.detach().reshape(-1))
             at += p.numel()
 
-    def spread(self, scale: float) -> None:
+    def spread(self, scale: float, is_used: list[bool]) -> None:
         self.flat.mul_(scale)
         at = 0
-        for p in self.parameters:
+        for p, used in zip(self.parameters, is_used, strict=True):
             part = self.flat[at : at + p.numel()].view(p.shape)
-            if p.grad is None:
+            if p.grad is None and used:
                 p.grad = part.to(p.dtype, copy=True)
-            else:
+            elif p.grad is not None:
                 p.grad.detach().copy_(part)
             at += p.numel()
 
@@ -95,14 +95,18 @@ class GradientAverager:
     def average(self) -> None:
         """Replace every gradient by its mean over the ranks; the same on all of them.
 
+        A parameter that no rank has used keeps no gradient, so that the optimizer leaves it alone, as with one rank.
+
         Raises:
             TransportError: if a rank does not take part within the group's timeout.
         """
         late = self._expected is not None and self._seen != self._expected
         while self._launched < len(self._buckets):
             self._launch()
-        # every rank learns whether any rank's buckets were summed before its last gradient was in
-        verdict = np.array([int(late)], dtype=np.int64)
+        # every rank learns whether any rank's buckets were summed before its last gradient was in, and how many ranks
+        # have used each parameter
+        used = [p.grad is not None for bucket in self._buckets for p in bucket.parameters]
+        verdict = np.array([late, *used], dtype=np.int64)
         request = self._group.sum(verdict)
         for i, bucket in enumerate(self._buckets):
             assert bucket.request is not None
@@ -114,8 +118,9 @@ class GradientAverager:
                 bucket.request = self._group.sum(bucket.array)
             for i, bucket in enumerate(self._buckets):
                 self._group.wait(bucket.request, f"gradient bucket {i}, repeated")  # type: ignore[arg-type]
+        is_used = iter((verdict[1:] > 0).tolist())
         for bucket in self._buckets:
-            bucket.spread(1 / self._group.size)
+            bucket.spread(1 / self._group.size, [next(is_used) for _ in bucket.parameters])
             bucket.request = None
         self._expected = self._seen
         self._seen = [0] * len(self._buckets)

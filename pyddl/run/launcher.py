@@ -119,6 +119,8 @@ def _hydra(environ: Mapping[str, str], ancestors: Sequence[str]) -> Launcher:
         advice = "Start mpiexec without -pmi-port: the guard needs the PMI connection that hydra hands down."
     elif environ.get("MPIR_CVAR_PMI_VERSION", "1") != "1":
         advice = "Take MPIR_CVAR_PMI_VERSION out of the environment: the guard speaks PMI version 1 only."
+    elif _has_frail_transport(environ):
+        advice = "Set MPIR_CVAR_CH4_NETMOD=ucx or FI_PROVIDER=tcp: with other providers of ofi survivors hang."
     elif any("-disable-auto-cleanup" in line for line in ancestors):
         advice = "Start mpiexec without -disable-auto-cleanup: with it hydra's proxy crashes below a guard."
     return Launcher(
@@ -153,6 +155,11 @@ def _slurm(environ: Mapping[str, str]) -> Launcher:
         survives=survives,
         advice=advice,
     )
+
+
+def _has_frail_transport(environ: Mapping[str, str]) -> bool:
+    """MPICH's ofi on a provider with which survivors hung or died in 12 of 40 runs (docs/mpi.md)."""
+    return environ.get("MPIR_CVAR_CH4_NETMOD") == "ofi" and environ.get("FI_PROVIDER") != "tcp"
 
 
 def _program(line: str) -> str:

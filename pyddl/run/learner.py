@@ -53,7 +53,9 @@ __all__ = ["Learner", "Link"]
 
 log = logging.getLogger(__name__)
 
+_NO_COUNTERS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 _CLOSE_SLACK_S = 15.0  # on top of drain_s, for the last fragments
+_WITH_BOARD, _ENOUGH = 1, 2  # first word of an order: rank 0's board follows; what all are waiting in is given up
 
 
 @dataclass
@@ -77,7 +79,8 @@ class Link:
 class _Push:
     """A contribution whose outcome is not yet known.
 
-    ``snapshot`` holds this rank's slice of theta (all of it under rebase, which needs it at the receipt).
+    ``snapshot`` holds this rank's slice of theta (all of it under rebase, which needs it at the receipt), and, under
+    replace, once ``encoded``, the outer gradient in its place.
     """
 
     round: int
@@ -102,6 +105,7 @@ class _Held:
     since_tokens: int | None = 0
     push: _Push | None = None
     residual: NDArray[np.float32] | None = None
+    refused_round: int = 0  # not answered again; the syncer asks anew in another round
     encodes: int = 0  # encodings that the link thread has not finished
 
 
@@ -150,10 +154,12 @@ class Learner:
         self._held = [_Held(v, a) for v, a in zip(link.versions, link.anchors, strict=True)] if link else []
         self._wants_tokens: list[Callable[[int], None]] = []
         self._order: tuple[Any, Any, NDArray[np.int64], NDArray[np.uint64]] | None = None
-        self._busy_lines: set[int] = set()  # slots that hold a push of unknown outcome
+        self._pushed: dict[int, _Held] = {}  # slots that hold a push of unknown outcome, and of which fragment
         self._declined: dict[int, int] = {}  # line -> round that was declined last
         self._stopped = False
         self._closed = False
+        self._wants_to_leave = False  # this rank has waited long enough; rank 0's word counts, and all follow it
+        self._may_leave = False
         self._state = TRAINING
         self._loss: torch.Tensor | float = math.nan
         self._shown = math.nan  # loss of the step before, as it is reported
@@ -190,9 +196,10 @@ class Learner:
 
         Args:
             source: what has ``state_dict`` and ``load_state_dict`` is taken as this learner's own: passed through, its
-                cursor saved with the learner's state. A ``torch.utils.data.DataLoader`` over an indexable data set
-                gets a permutation of its own per (seed, epoch), of which each rank takes every (M * G)-th batch. Of
-                any other iterable, each rank takes every (M * G)-th item.
+                cursor saved with the learner's state. A ``torch.utils.data.DataLoader`` that reads an indexable data
+                set in order or shuffled makes its batches of every (M * G)-th sample of it, for each rank others;
+                shuffled, of a permutation of its own per (seed, epoch). Of any other iterable, each rank takes every
+                (M * G)-th item.
 
         Yields:
             Items of ``source``; again from its start when it ends, if the run has an end of its own (max_steps or
@@ -300,6 +307,7 @@ class Learner:
         assert link is not None
         if self.num_ranks == 1:
             self._count_tokens(tokens)
+            self._may_leave = self._wants_to_leave
             if link.courier.board is not None:
                 self._obey(link, link.courier.board, link.courier.received_sequence)
         else:
@@ -310,6 +318,7 @@ class Learner:
                 self._end_with_group(error)
         if self.rank == 0:
             self._report(link)
+        link.courier.boundary_done()
 
     def _count_tokens(self, tokens: int) -> None:
         self.tokens += tokens
@@ -322,9 +331,11 @@ class Learner:
         held[0] = tokens
         held[1 + self.rank] = link.courier.received_sequence
         words = np.zeros(1 + link.geometry.down_board_words, dtype=np.uint64)
-        if self.rank == 0 and link.courier.board_words is not None:
-            words[0] = 1
-            words[1:] = link.courier.board_words
+        if self.rank == 0:
+            words[0] = _ENOUGH if self._wants_to_leave else 0
+            if link.courier.board_words is not None:
+                words[0] |= np.uint64(_WITH_BOARD)
+                words[1:] = link.courier.board_words
         self._order = (link.group.sum(held), link.group.broadcast(words), held, words)
 
     def _obey_group(self, link: Link) -> None:
@@ -335,7 +346,8 @@ class Learner:
         link.group.wait(orders, "the common orders at a step boundary")
         self._order = None
         self._count_tokens(int(held[0]))
-        if words[0]:
+        self._may_leave = bool(int(words[0]) & _ENOUGH)
+        if int(words[0]) & _WITH_BOARD:
             self._obey(link, Board.from_words(words[1:], link.geometry.num_slots), int(held[1:].min()))
 
     def _report(self, link: Link) -> None:
@@ -365,15 +377,17 @@ class Learner:
 
     def _take_outcomes(self, board: Board) -> None:
         """A refused push is forgotten and its base may be used again; a merged one is settled by its receipt."""
-        for held in self._held:
+        for line, held in list(self._pushed.items()):
             push = held.push
-            if push is not None and board.outcomes[push.line] == (push.round << 32 | NOT_MERGED):
+            assert push is not None
+            if board.outcomes[line] == (push.round << 32 | NOT_MERGED):
+                held.refused_round = push.round
                 self._settle(held, push)  # held.residual is still the one from before the push (rule 5)
 
     def _settle(self, held: _Held, push: _Push) -> None:
         assert self._link is not None
         held.push = None
-        self._busy_lines.discard(push.line)
+        del self._pushed[push.line]
         if push.encoded:  # else the link thread still reads it: left to the garbage collector
             self._link.pool.give(push.snapshot)
 
@@ -439,11 +453,9 @@ class Learner:
         """Rules 2 and 4: answer once, from the version the round asks for, with at least one step of progress."""
         round_id, p, base_low = unpack(word)
         held = self._held[p]
-        if (
-            held.push is not None
-            or held.version & 0xFFFF != base_low
-            or any(h.push and h.push.line == line for h in self._held)
-        ):
+        if held.push is not None or held.version & 0xFFFF != base_low or line in self._pushed:
+            return
+        if held.refused_round == round_id:
             return
         if self.num_steps == held.since_step:
             if self._state == CLOSING and self.rank == 0 and self._declined.get(line) != round_id:
@@ -452,7 +464,7 @@ class Learner:
             return
         push = self._snapshot(link, p, held, round_id, line)
         held.push = push
-        self._busy_lines.add(line)
+        self._pushed[line] = held
         if self.rank == 0:
             link.courier.announce(line, pack(round_id, p, ANNOUNCED))
         if push.at_tokens is not None:
@@ -473,7 +485,7 @@ class Learner:
         fragment = link.layout.fragments[p]
         low, high = slice_bounds(fragment.num_elements, self.num_ranks, self.rank)
         header = None
-        counters = np.zeros(0, dtype=np.int64)
+        counters = _NO_COUNTERS
         if self.rank == 0:
             counters = self._replica.counters(p)
             assert push.at_tokens is not None
@@ -511,7 +523,8 @@ class Learner:
         theta = push.snapshot[low:high] if rebase else push.snapshot
 
         def encode() -> NDArray[np.uint8]:
-            delta = push.anchor[low:high] - theta
+            # rebase needs the snapshot again at the receipt; else its buffer takes the difference
+            delta = np.subtract(push.anchor[low:high], theta, out=None if rebase else theta)
             wire: NDArray[Any] = delta
             if link.geometry.wire == "bf16":
                 push.residual = np.zeros_like(delta) if held.residual is None else held.residual.copy()
@@ -529,21 +542,25 @@ class Learner:
         """Option ``sync.lockstep_steps``: wait until the syncer lets everybody make the next step."""
         assert self._link is not None
         deadline = time.monotonic() + self._config.timeouts.heartbeat_s
-        while self._is_held_back() and self.running and time.monotonic() < deadline:
+        self._may_leave = False
+        while self._is_held_back() and self.running and not self._may_leave:
             time.sleep(0.0005)
+            self._wants_to_leave = time.monotonic() > deadline
             self._exchange(0)
+        self._wants_to_leave = False
 
     def _is_held_back(self) -> bool:
         if self._board is None:
             return True
         limit = self._board.limit_step
-        return limit is not None and (self.step_count >= limit or bool(self._busy_lines))
+        return limit is not None and (self.step_count >= limit or bool(self._pushed))
 
     def _drain(self, link: Link) -> None:
         """Serve rounds until the syncer says that the run is over (rule 7)."""
         drain_s = self._config.timeouts.drain_s + _CLOSE_SLACK_S
         deadline: float | None = None
         extra = 2  # orders are one boundary late
+        self._may_leave = False
         while extra:
             self._exchange(0)
             phase = RUNNING if self._board is None else self._board.phase
@@ -552,8 +569,8 @@ class Learner:
                 extra -= 1
             elif phase != RUNNING and deadline is None:
                 deadline = now + drain_s
-            # with G > 1 a rank that gave up alone would leave the others waiting: they follow within group_s
-            if deadline is not None and now > deadline:
+            self._wants_to_leave = deadline is not None and now > deadline
+            if self._may_leave:
                 log.warning("the last rounds took more than %.0f s; leaving without their result", drain_s)
                 return
             if now - link.courier.heard_s > self._config.timeouts.syncer_s or not link.courier.is_alive():

@@ -42,11 +42,11 @@ def save_learner(folder: Path | None, learner: Learner) -> None:
         "tokens": learner.tokens,
         "cursors": [shard.state_dict() for shard in learner.shards],
     }
-    if learner.rank == 0:  # the optimizer's state is equal on all ranks
-        meta["optimizer"] = _flatten(learner.optimizer.state_dict(), "optimizer", arrays)
     try:
+        if learner.rank == 0:  # the optimizer's state is equal on all ranks
+            meta["optimizer"] = _flatten(learner.optimizer.state_dict(), "optimizer", arrays)
         write_learner_state(_path(folder, learner), arrays, meta)
-    except CheckpointError as error:
+    except (CheckpointError, TypeError, ValueError) as error:  # the latter: a state that is no tensors and numbers
         log.warning("%s; the learner's optimizer state is not saved", error)
 
 
@@ -59,7 +59,7 @@ def load_learner(folder: Path, learner: Learner) -> None:
         learner.optimizer.load_state_dict(_restore(meta["optimizer"], arrays))
         if own != shared:
             arrays, meta = read_learner_state(own)
-    except CheckpointError as error:
+    except (CheckpointError, KeyError, ValueError) as error:  # the latter two: the state of another optimizer
         log.warning("%s; learner %d starts with a fresh inner optimizer", error, learner.learner_id)
         return
     torch.set_rng_state(torch.from_numpy(arrays["rng/torch"]))

@@ -6,17 +6,20 @@ Here: everything that knows a torch module's insides. Not here: when fragments a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from ..core.layout import Layout, Segment, TensorSpec
 from ..errors import ConfigError
 
 __all__ = ["Replica", "tensor_specs"]
 
+_NO_COUNTERS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
@@ -62,6 +65,16 @@ def tensor_specs(model: nn.Module) -> tuple[list[TensorSpec], list[torch.Tensor]
     return specs, tensors
 
 
+@dataclass
+class _Views:
+    """Numpy arrays that share memory with a fragment's tensors."""
+
+    tensors: list[torch.Tensor]
+    pointers: list[int]
+    arrays: list[NDArray[np.float32]]
+    starts: list[int]  # of each array in the fragment
+
+
 class Replica:
     """Copies between a model's tensors and the fragments of a layout.
 
@@ -76,15 +89,31 @@ class Replica:
         self._exact = [
             all(tensors[s.tensor].dtype == torch.float32 for s in fragment.segments) for fragment in self._fragments
         ]
+        self._views: list[_Views | None] = [None] * len(self._fragments)
 
     def copy_out(self, fragment: int, out: NDArray[np.float32], low: int = 0) -> None:
         """Copy elements ``low`` to ``low + len(out)`` of a fragment into ``out``, float32."""
+        views = self._numpy_views(fragment)
+        if views is not None:
+            high = low + len(out)
+            for array, at in zip(views.arrays, views.starts, strict=True):
+                first, last = max(at, low), min(at + len(array), high)
+                if first < last:
+                    out[first - low : last - low] = array[first - at : last - at]
+            return
         target = torch.from_numpy(out)
         for tensor, start, stop, at in self._pieces(fragment, low, low + len(out)):
             target[at : at + stop - start].copy_(tensor.reshape(-1)[start:stop])
 
     def copy_in(self, fragment: int, floats: NDArray[np.float32]) -> None:
         """Set a fragment's parameters. Where a dtype is narrower, ``floats`` becomes what the tensor then holds."""
+        views = self._numpy_views(fragment)
+        if views is not None:
+            for array, at in zip(views.arrays, views.starts, strict=True):
+                array[:] = floats[at : at + len(array)]
+            for tensor in views.tensors:
+                increment_version(tensor)  # so that autograd still notices a graph that needs the old values
+            return
         source = torch.from_numpy(floats)
         for tensor, start, stop, at in self._pieces(fragment, 0, len(floats)):
             value = source[at : at + stop - start]
@@ -100,7 +129,7 @@ class Replica:
     def counters(self, fragment: int) -> NDArray[np.int64]:
         """The integer buffers of a fragment, [c] int64."""
         parts = [self._tensors[t].detach().reshape(-1).to(torch.int64) for t, _ in self._fragments[fragment].counters]
-        return torch.cat(parts).numpy() if parts else np.zeros(0, dtype=np.int64)
+        return torch.cat(parts).numpy() if parts else _NO_COUNTERS
 
     def set_counters(self, fragment: int, values: NDArray[np.int64]) -> None:
         """Set the integer buffers of a fragment."""
@@ -109,6 +138,25 @@ class Replica:
             tensor = self._tensors[index].detach()
             tensor.copy_(torch.from_numpy(values[at : at + count]).view(tensor.shape))
             at += count
+
+    def _numpy_views(self, fragment: int) -> _Views | None:
+        """The segments of a plain float32 fragment as numpy arrays; None if it holds anything else.
+
+        Kept, since making them anew costs as much as copying 50 kB; made again if a tensor's storage was exchanged.
+        """
+        known = self._views[fragment]
+        if known is not None and known.pointers == [t.data_ptr() for t in known.tensors]:
+            return known
+        segments = self._fragments[fragment].segments
+        tensors = [self._tensors[s.tensor].detach() for s in segments]
+        if not self._exact[fragment] or not all(t.is_contiguous() for t in tensors):
+            return None
+        arrays = [t.view(-1)[s.start : s.stop].numpy() for t, s in zip(tensors, segments, strict=True)]
+        own = list(dict.fromkeys(s.tensor for s in segments))
+        kept = [self._tensors[index] for index in own]
+        views = _Views(kept, [t.data_ptr() for t in kept], arrays, [s.offset for s in segments])
+        self._views[fragment] = views
+        return views
 
     def _pieces(self, fragment: int, low: int, high: int) -> Iterator[tuple[torch.Tensor, int, int, int]]:
         """(tensor, start, stop, position in the buffer) of what lies between ``low`` and ``high``."""

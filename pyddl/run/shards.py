@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 __all__ = ["Shard"]
 
@@ -32,6 +32,17 @@ class _OwnPermutation(Sampler[int]):
         return len(range(self.index, self.size, self.count))
 
 
+def _draws_plainly(loader: DataLoader[Any]) -> bool:
+    """Whether a loader reads its data set in order or shuffled; what draws otherwise is left to draw as it does."""
+    if isinstance(loader.dataset, IterableDataset):
+        return False
+    sampler: Any = loader.sampler
+    if type(sampler) is RandomSampler and (sampler.replacement or sampler.num_samples != len(sampler.data_source)):
+        return False
+    has_own_batches = loader.batch_size is None and loader.batch_sampler is not None
+    return type(sampler) in (RandomSampler, SequentialSampler) and not has_own_batches
+
+
 class Shard:
     """One rank's share of a source; see ``Learner.shard``.
 
@@ -51,11 +62,11 @@ class Shard:
         self._own = source if hasattr(source, "state_dict") and hasattr(source, "load_state_dict") else None
         self._sampler: _OwnPermutation | None = None
         self._source = source
-        if self._own is None and isinstance(source, DataLoader) and not isinstance(source.dataset, IterableDataset):
+        if self._own is None and isinstance(source, DataLoader) and _draws_plainly(source):
             self._source = self._resharded(source, seed)
 
     def _resharded(self, loader: DataLoader[Any], seed: int) -> Iterable[Any]:
-        shuffle = isinstance(loader.sampler, torch.utils.data.RandomSampler)
+        shuffle = isinstance(loader.sampler, RandomSampler)
         size = len(loader.dataset)  # type: ignore[arg-type]
         self._sampler = _OwnPermutation(size, self._index, self._count, seed, shuffle)
         return DataLoader(

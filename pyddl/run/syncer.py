@@ -334,7 +334,7 @@ class Syncer:
         phase = {"running": RUNNING, "draining": DRAINING, "finished": DRAINING}[self.protocol.phase]
         if self._leaving:
             phase = FINISHED_AFTER_LOSS if self.num_lost else FINISHED
-        tokens = self.protocol.tokens().processed
+        tokens = self.protocol.processed_tokens
         for learner in self._present():
             learner.port.write_board(
                 heartbeat=self._beats,

@@ -38,11 +38,19 @@ from ..errors import CheckpointError, ConfigError, PyddlError
 from .corpus import Batches, Corpus
 from .model import PRESETS, ByteLM, ModelConfig
 
-__all__ = ["LMConfig", "baseline", "evaluate", "evaluate_run", "learning_rate", "main"]
+__all__ = ["RECOMMENDED", "LMConfig", "baseline", "evaluate", "evaluate_run", "learning_rate", "main"]
 
 _log = logging.getLogger(__name__)
 
 _EVALUATION_BATCH = 64
+
+RECOMMENDED = (
+    "sync.interval=2:0%,4:40%,8:70%",
+    "sync.receipt=rebase",
+    "sync.merge_rule=mean",
+    "sync.num_fragments=8",
+)
+"""Settings that train this small model well in short runs (docs/results.md); below the file and the command line."""
 
 
 @dataclass(frozen=True)
@@ -343,7 +351,7 @@ def _command(argv: Sequence[str] | None = None) -> int:
     if arguments.command == "evaluate" and file is None and (arguments.run / "config.toml").is_file():
         file = arguments.run / "config.toml"
     try:
-        config, sections = load_config(file, arguments.settings, sections={"lm": LMConfig})
+        config, sections = load_config(file, arguments.settings, sections={"lm": LMConfig}, defaults=RECOMMENDED)
         lm: LMConfig = sections["lm"]
         if arguments.command == "train":
             main(config, lm)

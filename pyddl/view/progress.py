@@ -29,7 +29,7 @@ class _Figures:
 
     def line(self, syncer: Syncer) -> str:
         p = syncer.protocol
-        now, tokens = time.monotonic(), p.tokens().processed
+        now, tokens = time.monotonic(), p.processed_tokens
         rate = (tokens - self._tokens) / max(1e-9, now - self._time)
         self._tokens, self._time = tokens, now
         losses = [x.loss for x in syncer.learners.values() if not x.lost and math.isfinite(x.loss)]
@@ -94,7 +94,7 @@ class _LiveView:
         if now >= self._next_s:
             self._next_s = now + _LIVE_S
             p = syncer.protocol
-            done = p.tokens().processed if self._by_tokens else p.step
+            done = p.processed_tokens if self._by_tokens else p.step
             self._bar.update(self._task, completed=done, description=self._figures.line(syncer))
 
     def say(self, sentence: str) -> None:

@@ -64,7 +64,7 @@ def test_parse_shares_that_fall_on_one_step_keep_the_later() -> None:
 
 
 def test_parse_share_without_max_steps_says_what_to_set() -> None:
-    with pytest.raises(ConfigError, match=r"'1:0%,24:50%'.*needs run\.max_steps.*set it or"):
+    with pytest.raises(ConfigError, match=r"'1:0%,24:50%'.*needs run\.max_steps or run\.max_tokens.*set it or"):
         IntervalSchedule.parse("1:0%,24:50%")
 
 
@@ -102,3 +102,14 @@ def test_parse_malformed_text_is_refused_with_the_grammar(text) -> None:
 def test_parse_share_outside_the_run_is_refused(percent) -> None:
     with pytest.raises(ConfigError, match=r"sync\.interval must be"):
         IntervalSchedule.parse(f"1:0%,24:{percent}", max_steps=100)
+
+
+def test_parse_shares_of_a_run_that_ends_by_tokens_are_millionths() -> None:
+    schedule = IntervalSchedule.parse("1:0%,24:50%", max_tokens=7)
+    assert schedule == IntervalSchedule((0, 500_000), (1, 24), by_tokens=True)
+    assert (schedule.at(499_999), schedule.at(500_000)) == (1, 24)
+
+
+def test_parse_steps_beside_shares_of_tokens_are_refused() -> None:
+    with pytest.raises(ConfigError, match="all be percentages or all be steps"):
+        IntervalSchedule.parse("1:0,2:100,24:50%", max_tokens=7)
