@@ -1,8 +1,8 @@
 """The syncer's protocol of Decoupled DiLoCo as a machine: events with a time in, actions with a reason out.
 
-Here: every decision about rounds, quorum, grace window, weights, rejection, drain and end (paper, syncer; eq. 3).
-Not here: clocks, random numbers, I/O, tensors. The MPI syncer, the simulator and a replay drive this one object.
-Standard library only.
+Here: every decision about rounds, quorum, grace window, weights, drain and end (paper, syncer; eq. 3), in one file
+since they are read together. Not here: clocks, random numbers, I/O, tensors; what may be refused (admission.py). The MPI
+syncer, the simulator and a replay drive this one object. Standard library only.
 
     for action in protocol.handle(event, now): ...     # now: seconds on one monotonic clock
     protocol.next_deadline()                           # when to send Tick() at the latest
@@ -25,6 +25,7 @@ from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 from ..errors import ProtocolError
+from .admission import contribution_refusal, is_duplicate, progress_refusal
 from .events import (
     Action,
     Announced,
@@ -55,7 +56,6 @@ from .schedule import MILLIONTHS
 
 __all__ = ["Protocol", "ProtocolConfig"]
 
-_MAX_BASE_AGE = 2  # versions; older bases are refused
 _TRANSFER_PATIENCE = 3.0  # times a learner's own average transfer
 _FIRST_TRANSFER_S = 10.0  # patience before anybody's transfer has been seen
 _LONGEST_TRANSFER_S = 120.0  # what payloads that never came may raise an average to
@@ -64,8 +64,6 @@ _BOUNDARY_SHARE = 1.1  # a pulled learner needs up to one step to reach a bounda
 _LATE_AFTER_MISSES = 2  # rule 3: late twice running ...
 _WAIT_EVERY_ROUNDS = 4  # ... is waited for once every 4th round ...
 _WAIT_BOUND_STEPS = 4.0  # ... for at most 4 xi_step
-_MAX_STEPS_PER_S = 1e5  # faster progress is nonsense
-_BURST_STEPS = 1000  # allowed at once, on top of the rate
 
 
 class Protocol:
@@ -169,23 +167,8 @@ class Protocol:
         m.take_progress(now, e.step, e.num_steps, e.tokens, clip=self._step_clip())
 
     def _nonsense(self, m: LearnerRecord, e: Progress, now: float) -> str | None:
-        """Rule 8: progress may not fall nor grow faster than limits."""
-        made = e.num_steps - m.num_steps
-        if made < 0 or e.step < m.step or e.tokens < m.tokens.processed:
-            was = f"{m.step}/{m.num_steps}/{m.tokens.processed}"
-            return f"steps and tokens may not fall; {was} became {e.step}/{e.num_steps}/{e.tokens}"
-        if e.step > max(m.step, self.step) + made:
-            return f"a step may grow by the {made} inner steps made from {max(m.step, self.step)}; got {e.step}"
-        if made > self._most_steps(m, now):
-            return f"{made} inner steps in {now - m.last_progress_s:.3f} s are more than a learner can make"
-        # the words for steps and tokens are read one after the other: one step of slack
-        if e.tokens - m.tokens.processed > (made + 1) * self.config.max_tokens_per_step:
-            return f"{e.tokens - m.tokens.processed} tokens in {made} steps are more than max_tokens_per_step allows"
-        return None
-
-    def _most_steps(self, m: LearnerRecord, now: float) -> float:
-        """Inner steps that a learner can have made since its last report, at the very most."""
-        return _BURST_STEPS + _MAX_STEPS_PER_S * (now - m.last_progress_s)
+        limit = self.config.max_tokens_per_step
+        return progress_refusal(m, e, now, clock=self.step, max_tokens_per_step=limit)
 
     def _silent(self, e: LearnerSilent, now: float) -> None:
         m = self._known(e.learner_id, e.incarnation, e)
@@ -298,39 +281,18 @@ class Protocol:
         m.transfer_s = average(m.transfer_s, duration_s, ceiling=patience_s)
 
     def _refusal(self, m: LearnerRecord, r: Round | None, e: ContributionArrived, now: float) -> tuple[str, str] | None:
-        """Rule 4 and rule 8: why a contribution may not be merged, as (kind, sentence)."""
-        if r is None:
-            return "late", f"round {e.round} is closed"
-        if m.learner_id in r.dropped:
-            return "late", f"round {r.id} no longer waits for learner {m.learner_id}"
-        if m.learner_id in r.arrived:
-            return "twice", "an earlier incarnation's contribution is in this round"
-        if e.fragment != r.fragment:
-            return "wrong fragment", f"round {r.id} is for fragment {r.fragment}; got {e.fragment}"
-        version = self.fragments[r.fragment].version
-        if e.base_version > version:
-            return "future base", f"the newest version is {version}; got {e.base_version}"
-        if version - e.base_version > _MAX_BASE_AGE:
-            return (
-                "stale base",
-                f"a base may be {_MAX_BASE_AGE} versions old; {e.base_version} against {version}",
-            )
-        if self._is_duplicate(m, e):
-            return "duplicate base", f"a contribution from version {e.base_version} was already taken"
-        if e.c_steps < 1 or e.c_tokens < 1:
-            return "no progress", f"c_steps and c_tokens must be at least 1; got {e.c_steps} and {e.c_tokens}"
-        # the board was read before the payload: the learner has gone on since
-        most = m.num_steps + self._most_steps(m, now)
-        if e.c_steps > most or e.c_tokens > (e.c_steps + 1) * self.config.max_tokens_per_step:
-            return (
-                "nonsense counters",
-                f"{e.c_steps} steps, {e.c_tokens} tokens after {m.num_steps} steps in all",
-            )
-        return None
+        return contribution_refusal(
+            m,
+            r,
+            e,
+            now,
+            version=0 if r is None else self.fragments[r.fragment].version,
+            duplicate=self._is_duplicate(m, e),
+            max_tokens_per_step=self.config.max_tokens_per_step,
+        )
 
     def _is_duplicate(self, m: LearnerRecord, e: ContributionArrived) -> bool:
-        """Rule 4, once per base: pushing again before the receipt would count the same progress twice."""
-        return e.base_version <= m.used_base.get(e.fragment, -1)
+        return is_duplicate(m, e)
 
     def _damaged(self, e: ContributionDamaged, now: float) -> None:
         m = self._known(e.learner_id, e.incarnation, e)
