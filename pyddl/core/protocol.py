@@ -1,8 +1,8 @@
 """The syncer's protocol of Decoupled DiLoCo as a machine: events with a time in, actions with a reason out.
 
 Here: every decision about rounds, quorum, grace window, weights, drain and end (paper, syncer; eq. 3), in one file
-since they are read together. Not here: clocks, random numbers, I/O, tensors; what may be refused (admission.py). The MPI
-syncer, the simulator and a replay drive this one object. Standard library only.
+since they are read together. Not here: clocks, random numbers, I/O, tensors; what may be refused (admission.py). The
+MPI syncer, the simulator and a replay drive this one object. Standard library only.
 
     for action in protocol.handle(event, now): ...     # now: seconds on one monotonic clock
     protocol.next_deadline()                           # when to send Tick() at the latest
