@@ -28,9 +28,13 @@ __all__ = [
 
 
 class PyddlError(Exception):
-    """Base of all of them; ``exit_status`` is what a command that ends by it returns."""
+    """Base of all of them; ``exit_status`` is what a command that ends by it returns.
+
+    ``is_told``: another process has shown it to the user already.
+    """
 
     exit_status = 1
+    is_told = False
 
 
 class ConfigError(PyddlError, ValueError):

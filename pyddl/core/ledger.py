@@ -53,7 +53,7 @@ class LearnerRecord:
     Attributes:
         state: training, closing (in ``close()``, still answering), or lost.
         finished: it has said that it trains no more, whatever became of it later.
-        silent: no heartbeat for the timeout; not waited for until it moves.
+        silent_since_s: when its heartbeat was missed; it is not waited for until it moves. None: it beats.
         step: its clock t_m; ``num_steps``: inner steps really made.
         step_s: moving average of the duration of its steps; ``transfer_s``: of announcement to arrival.
         used_base: per fragment, the base version of its last contribution that was not refused.
@@ -67,7 +67,7 @@ class LearnerRecord:
     joined_s: float
     step: int
     state: str = "training"
-    silent: bool = False
+    silent_since_s: float | None = None
     finished: bool = False
     num_steps: int = 0
     last_progress_s: float = 0.0
@@ -78,6 +78,11 @@ class LearnerRecord:
     misses: dict[int, int] = field(default_factory=dict)
     answered: dict[int, float | None] = field(default_factory=dict)
     tokens: TokenLedger = field(default_factory=TokenLedger)
+
+    @property
+    def silent(self) -> bool:
+        """Not heard of at present."""
+        return self.silent_since_s is not None
 
     @property
     def is_live(self) -> bool:

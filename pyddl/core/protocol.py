@@ -97,6 +97,7 @@ class Protocol:
         self.xi_quorum_s: float | None = None
         self.xi_sync_s: float | None = None
         self._next_round = 1
+        self._now_s = 0.0
         self._drain_end_s: float | None = None
         self._out: list[Action] = []
 
@@ -118,6 +119,7 @@ class Protocol:
         if self.phase == "finished":
             self.ignored["after the end"] += 1
             return ()
+        self._now_s = now
         handler(self, event, now)
         self._advance(now)
         out, self._out = tuple(self._out), []
@@ -131,6 +133,10 @@ class Protocol:
                 times.append(self._asking_end(r))
             elif r.phase == "collecting":
                 times.extend(self._payload_deadline(r, m) for m in r.awaited())
+        if self.phase == "running":
+            since = [m.silent_since_s for m in self.learners.values() if m.state != "lost"]
+            ends = [s + self.config.give_up_s for s in since if s is not None]
+            times.extend(end for end in ends if end > self._now_s)
         return min(times) if times else None
 
     # --------------------------------------------------------------------------------------------------- learners
@@ -163,7 +169,7 @@ class Protocol:
             self.rejected["nonsense progress"] += 1
             self._out.append(Reject(e.learner_id, e.incarnation, 0, "nonsense progress", reason))
             return
-        m.silent = False
+        m.silent_since_s = None
         m.take_progress(now, e.step, e.num_steps, e.tokens, clip=self._step_clip())
 
     def _nonsense(self, m: LearnerRecord, e: Progress, now: float) -> str | None:
@@ -173,7 +179,7 @@ class Protocol:
     def _silent(self, e: LearnerSilent, now: float) -> None:
         m = self._known(e.learner_id, e.incarnation, e)
         if m is not None:
-            m.silent = True
+            m.silent_since_s = now if m.silent_since_s is None else m.silent_since_s
 
     def _lost(self, e: LearnerLost, now: float) -> None:
         m = self._known(e.learner_id, e.incarnation, e)
@@ -391,13 +397,18 @@ class Protocol:
         self._open_due(now)
         if self.phase == "draining":
             self._finish_if_drained(now)
-        elif self._nobody_is_left() and not self.rounds:
+        elif self._nobody_is_left(now) and not self.rounds:
             self._out.append(Checkpoint(self.step, "no learner is left"))
             self._finish("no learner is left")
 
-    def _nobody_is_left(self) -> bool:
-        lost = sum(m.state == "lost" for m in self.learners.values())
-        return 0 < lost == len(self.learners) >= self.config.num_learners
+    def _is_gone(self, m: LearnerRecord, now: float) -> bool:
+        """Whether the end of the run waits for it no more. On another host silence is all that is seen of a death."""
+        silent = m.silent_since_s is not None and now - m.silent_since_s >= self.config.give_up_s
+        return m.state == "lost" or silent
+
+    def _nobody_is_left(self, now: float) -> bool:
+        gone = sum(self._is_gone(m, now) for m in self.learners.values())
+        return 0 < gone == len(self.learners) >= self.config.num_learners
 
     def _advance_clock(self, now: float) -> None:
         """Rule 1: t is the largest step that K live learners have reached; it never falls."""
@@ -411,7 +422,7 @@ class Protocol:
             return
         if self.config.max_tokens and self.processed_tokens >= self.config.max_tokens:
             self._stop_at(self.step, f"max_tokens = {self.config.max_tokens}")
-        present = [m for m in self.learners.values() if m.state != "lost"]
+        present = [m for m in self.learners.values() if not self._is_gone(m, now)]
         everybody = present and len(self.learners) >= self.config.num_learners
         if everybody and all(m.state == "closing" for m in present):
             self._stop_at(self.step, "all learners are done")

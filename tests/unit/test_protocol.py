@@ -699,3 +699,18 @@ def test_checkpoint_comes_after_every_so_many_merges() -> None:
     world = Scenario(config, [Script()]).run(40)
     assert world.protocol.num_merges >= 9
     assert world.count(Checkpoint) == world.protocol.num_merges // 3
+
+
+def test_learner_silent_for_very_long_holds_up_the_end_no_more() -> None:
+    """On another host a death shows as silence only: who waits in close() must not wait for it for ever."""
+    rig = Rig(learners=2, give_up_s=300.0)
+    rig.join(0, 1)
+    rig.walk(0, 5)
+    rig.give(LearnerSilent(1, 1))
+    rig.give(LearnerDone(0, 1))
+    assert rig.protocol.phase == "running"
+    end = rig.protocol.next_deadline()
+    assert end == rig.now + 300.0
+    rig.tick(300.0)
+    assert [a.reason for a in rig.all(StopAt)] == ["all learners are done"]
+    assert rig.protocol.phase == "draining"

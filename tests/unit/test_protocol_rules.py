@@ -80,7 +80,7 @@ def test_clock_is_the_step_that_quorum_learners_have_reached_and_never_falls() -
     assert rig.protocol.step == 20
     rig.walk(2, 30)
     assert rig.protocol.step == 30
-    rig.protocol.learners[2].silent = True  # the second fastest is at 20 now
+    rig.protocol.learners[2].silent_since_s = 0.0  # the second fastest is at 20 now
     rig.tick()
     assert rig.protocol.step == 30
 
@@ -290,7 +290,7 @@ def test_grace_ends_when_every_live_learner_has_answered() -> None:
     rig = Rig(learners=3, interval=8)
     rig.join(0, 1, 2)
     rig.march(8)
-    rig.protocol.learners[2].silent = True
+    rig.protocol.learners[2].silent_since_s = 0.0
     rig.announce(0)
     assert not rig.all(CloseRound)
     rig.announce(1)
