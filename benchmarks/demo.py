@@ -59,7 +59,9 @@ def main() -> int:
 def demo(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One run and its figures."""
     words = [*DEFAULTS, *arguments.settings]
-    config, sections = load_config(None, ["run.max_steps=1", *words], sections={"lm": lm.LMConfig})
+    config, sections = load_config(
+        None, ["run.max_tokens=1", *words], sections={"lm": lm.LMConfig}, defaults=lm.RECOMMENDED
+    )
     task: lm.LMConfig = sections["lm"]
     max_tokens = arguments.steps * arguments.learners * task.batch_size * task.model.context
     words += [f"run.max_tokens={max_tokens}", f"run.learners={arguments.learners}"]
@@ -98,10 +100,10 @@ def demo(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
-def survivor_gap_steps(events: list[dict[str, Any]], killed: list[int], at_s: float) -> float:
-    """Longest pause of any survivor around the kill, in units of its median step."""
+def survivor_gap_steps(events: list[dict[str, Any]], killed: list[int], at_s: float) -> float | None:
+    """Longest pause of any survivor around the kill, in units of its median step; None: the run was too short."""
     samples = [e for e in events if e["kind"] == "Sample"]
-    worst = 0.0
+    worst: float | None = None
     for m in {m for e in samples for m in e["learners"]} - {str(k) for k in killed}:
         own = [(e["time_s"], e["learners"][m]) for e in samples if m in e["learners"]]
         steps = [
@@ -110,7 +112,8 @@ def survivor_gap_steps(events: list[dict[str, Any]], killed: list[int], at_s: fl
             if b["num_steps"] > a["num_steps"]
         ]
         gaps = [x["max_gap_s"] for t, x in own if abs(t - at_s) <= GAP_WINDOW_S]
-        worst = max(worst, max(gaps) / statistics.median(steps))
+        if gaps and steps:
+            worst = max(worst or 0.0, max(gaps) / statistics.median(steps))
     return worst
 
 

@@ -115,7 +115,10 @@ def train(row: Row, steps: int, seed: int, settings: list[str]) -> dict[str, Any
     """One run, evaluated on the syncer's global model."""
     words = [w for w in [*settings, *row.settings] if not w.startswith("LOCKSTEP=")]
     words.append(f"run.seed={seed}")
-    task: lm.LMConfig = load_config(None, ["run.max_steps=1", *words], sections={"lm": lm.LMConfig})[1]["lm"]
+    sections = {"lm": lm.LMConfig}
+    task: lm.LMConfig = load_config(None, ["run.max_tokens=1", *words], sections=sections, defaults=lm.RECOMMENDED)[1][
+        "lm"
+    ]
     tokens = steps * LEARNERS * task.batch_size * task.model.context
     words += [f"run.learners={row.learners}", f"run.ranks={row.ranks}", f"run.max_tokens={tokens}"]
     for word in row.settings:

@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 _EVALUATION_BATCH = 64
 
 RECOMMENDED = (
-    "sync.interval=2:0%,4:40%,8:70%",
+    "sync.interval=2:0%,4:60%",
     "sync.receipt=rebase",
     "sync.merge_rule=mean",
     "sync.num_fragments=8",
@@ -67,7 +67,8 @@ class LMConfig:
         context: bytes per training window; 0: the preset's.
         batch_size: windows per step and rank, >= 1.
         lr: peak learning rate of AdamW, > 0.
-        warmup_steps: steps over which the rate rises to its peak, >= 0.
+        warmup_share: share of the run over which the rate rises to its peak, 0..1.
+        warmup_steps: the same in steps, for a run without an end, >= 0.
         min_lr_ratio: the rate at the end as a share of the peak, 0..1; in between it follows a cosine.
         weight_decay: of the matrices (gains are not decayed), >= 0.
         grad_clip: largest norm of the gradient; 0: not clipped.
@@ -84,13 +85,14 @@ class LMConfig:
     width: int = 0
     context: int = 0
     batch_size: int = 4
-    lr: float = 2e-3
-    warmup_steps: int = 50
+    lr: float = 8e-3
+    warmup_share: float = 0.35
+    warmup_steps: int = 100
     min_lr_ratio: float = 0.1
     weight_decay: float = 0.1
     grad_clip: float = 1.0
     beta1: float = 0.9
-    beta2: float = 0.95
+    beta2: float = 0.99
     validation_bytes: int = 131_072
     threads: int = 1
 
@@ -102,6 +104,7 @@ class LMConfig:
             require(value >= 0, f"lm.{name}", "0 (the preset's) or more", value)
         require(self.batch_size >= 1, "lm.batch_size", "at least 1", self.batch_size)
         require(math.isfinite(self.lr) and self.lr > 0, "lm.lr", "positive and finite", self.lr)
+        require(0 <= self.warmup_share <= 1, "lm.warmup_share", "0 to 1", self.warmup_share)
         require(self.warmup_steps >= 0, "lm.warmup_steps", "0 or more", self.warmup_steps)
         require(0 <= self.min_lr_ratio <= 1, "lm.min_lr_ratio", "0 to 1", self.min_lr_ratio)
         require(0 <= self.weight_decay < math.inf, "lm.weight_decay", "0 or more, and finite", self.weight_decay)
@@ -132,9 +135,9 @@ def main(config: Config, lm: LMConfig) -> None:
         config: the run.
         lm: the task.
     """
+    corpus = Corpus.open(lm.data_paths)  # first, so that a wrong path is found before anything is started
     session = pyddl.init(config, task={"lm": lm})  # the sync rank serves inside and never comes back
     torch.set_num_threads(lm.threads)
-    corpus = Corpus.open(lm.data_paths)
 
     model = ByteLM(lm.model, seed=config.run.seed)
     optimizer = _adamw(model, lm)
@@ -143,8 +146,10 @@ def main(config: Config, lm: LMConfig) -> None:
     stream = (learner.learner_id, learner.rank)
     batches = Batches(text, lm.batch_size, lm.model.context, config.run.seed, stream=stream)
 
+    has_end = bool(config.run.max_steps or config.run.max_tokens)
+
     for x, y in learner.shard(batches):  # [batch, context] int64 each; ends when the run ends
-        _set_lr(optimizer, learning_rate(lm, learner.step_count, learner.progress))
+        _set_lr(optimizer, learning_rate(lm, learner.step_count, learner.progress if has_end else None))
         loss = model(x, y)[1]
         loss.backward()
         learner.average_gradients()
@@ -274,16 +279,18 @@ def evaluate_run(run: str | Path, lm: LMConfig) -> float:
     return evaluate(model, Corpus.open(lm.data_paths).validation_bytes(lm.validation_bytes))
 
 
-def learning_rate(lm: LMConfig, step: int, progress: float) -> float:
-    """The learning rate of a step: a linear rise over ``warmup_steps``, times a cosine over the whole run.
+def learning_rate(lm: LMConfig, step: int, progress: float | None) -> float:
+    """The learning rate of a step: a linear rise, then a cosine that begins with the run.
 
     Args:
         lm: the task.
         step: steps done before this one, >= 0.
-        progress: position in the run, 0..1; stays 0 in a run without an end, which keeps the rate at its
-            peak.
+        progress: position in the run, 0..1; None: the run has no end, and the rate stays at its peak after
+            ``warmup_steps``.
     """
-    rise = min(1.0, (step + 1) / lm.warmup_steps) if lm.warmup_steps else 1.0
+    if progress is None:
+        return lm.lr * (min(1.0, (step + 1) / lm.warmup_steps) if lm.warmup_steps else 1.0)
+    rise = min(1.0, (progress + 1e-3) / lm.warmup_share) if lm.warmup_share else 1.0  # never quite 0
     fall = 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
     return lm.lr * rise * (lm.min_lr_ratio + (1 - lm.min_lr_ratio) * fall)
 
@@ -351,7 +358,9 @@ def _command(argv: Sequence[str] | None = None) -> int:
     if arguments.command == "evaluate" and file is None and (arguments.run / "config.toml").is_file():
         file = arguments.run / "config.toml"
     try:
-        config, sections = load_config(file, arguments.settings, sections={"lm": LMConfig}, defaults=RECOMMENDED)
+        # Only a run exchanges anything; the others must not fail for a schedule that needs a run's length.
+        defaults = RECOMMENDED if arguments.command == "train" else ()
+        config, sections = load_config(file, arguments.settings, sections={"lm": LMConfig}, defaults=defaults)
         lm: LMConfig = sections["lm"]
         if arguments.command == "train":
             main(config, lm)

@@ -19,7 +19,7 @@ from pyddl.tasks.corpus import Corpus
 from pyddl.tasks.lm import LMConfig, _adamw, _command, baseline, evaluate, evaluate_run, learning_rate
 from pyddl.tasks.model import PRESETS, ByteLM, ModelConfig, rotate
 
-TINY = LMConfig(preset="tiny", batch_size=2, validation_bytes=4096, warmup_steps=2)
+TINY = LMConfig(preset="tiny", batch_size=2, validation_bytes=4096, warmup_share=0.05)
 
 
 def some_text(num_bytes: int, seed: int = 0) -> np.ndarray:
@@ -151,6 +151,7 @@ def test_lm_config_survives_toml(tmp_path: Path) -> None:
         ("lr", 0.0),
         ("lr", math.nan),
         ("warmup_steps", -1),
+        ("warmup_share", 1.5),
         ("min_lr_ratio", 1.5),
         ("weight_decay", -0.1),
         ("grad_clip", math.inf),
@@ -176,13 +177,20 @@ def test_lm_config_data_paths_split_at_commas_and_path_separators() -> None:
 
 
 def test_learning_rate_rises_then_falls_to_its_floor() -> None:
-    lm = LMConfig(lr=1.0, warmup_steps=10, min_lr_ratio=0.1)
-    assert learning_rate(lm, 0, 0.0) == pytest.approx(0.1)
-    assert learning_rate(lm, 9, 0.0) == pytest.approx(1.0)
+    lm = LMConfig(lr=1.0, warmup_share=0.25, min_lr_ratio=0.1)
+    assert 0 < learning_rate(lm, 0, 0.0) < 0.01
+    assert learning_rate(lm, 125, 0.124) == pytest.approx(0.5, rel=0.05)  # half of the way up
     assert learning_rate(lm, 500, 0.5) == pytest.approx(0.55)
     assert learning_rate(lm, 1000, 1.0) == pytest.approx(0.1)
     assert learning_rate(lm, 1100, 1.7) == pytest.approx(0.1)  # a clock may run past the end
-    assert learning_rate(dataclasses.replace(lm, warmup_steps=0), 0, 0.0) == 1.0
+    assert learning_rate(dataclasses.replace(lm, warmup_share=0.0), 0, 0.0) == 1.0
+
+
+def test_learning_rate_of_a_run_without_an_end_rises_in_steps_and_stays() -> None:
+    lm = LMConfig(lr=1.0, warmup_steps=10)
+    assert learning_rate(lm, 0, None) == pytest.approx(0.1)
+    assert learning_rate(lm, 9, None) == pytest.approx(1.0)
+    assert learning_rate(lm, 10**6, None) == 1.0
 
 
 def test_adamw_gains_are_not_decayed() -> None:
