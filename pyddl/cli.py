@@ -31,18 +31,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.run_command(arguments) or 0)
     except PyddlError as error:
-        _say_once(str(error))
+        _say_once(error)
         return error.exit_status
     except BrokenPipeError:
         return 0
 
 
-def _say_once(sentence: str) -> None:
-    """Errors that every rank finds are shown by the first alone."""
+def _say_once(error: PyddlError) -> None:
+    """Before MPI runs every rank finds the same mistake, and the first shows it; afterwards the one that finds it."""
     from .run.launcher import detect
 
-    if detect(ancestors=()).rank in (None, 0):
-        sys.stderr.write(f"pyddl: {sentence}\n")
+    if error.is_told:
+        return
+    world_is_up = "pyddl.link.world" in sys.modules
+    if world_is_up or detect(ancestors=()).rank in (None, 0):
+        sys.stderr.write(f"pyddl: {error}\n")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -231,6 +231,7 @@ def load_config(
     *,
     sections: Mapping[str, type] | None = None,
     defaults: Iterable[str] = (),
+    origin: str = "the command line",
 ) -> tuple[Config, dict[str, Any]]:
     """Read a configuration: defaults, then a TOML file, then ``section.key=value`` words.
 
@@ -239,6 +240,7 @@ def load_config(
         overrides: words such as ``sync.quorum=2``; later ones win.
         sections: further sections (name -> frozen dataclass) that a task brings.
         defaults: words that stand in for the built-in defaults, below the file.
+        origin: where the words come from, for the error messages.
 
     Returns:
         The :class:`Config`, and an instance for each of ``sections`` by name.
@@ -253,7 +255,7 @@ def load_config(
     _merge_words(values, defaults, types_by_section, origin="the task's defaults")
     if file is not None:
         _merge_file(values, Path(file), types_by_section)
-    _merge_words(values, overrides, types_by_section, origin="the command line")
+    _merge_words(values, overrides, types_by_section, origin=origin)
     built = {name: types_by_section[name](**values[name]) for name in types_by_section}
     own = {f.name: built.pop(f.name) for f in dataclasses.fields(Config)}
     return Config(**own), built
@@ -266,7 +268,7 @@ def _merge_words(
         key, equals, text = word.partition("=")
         section, dot, name = key.strip().partition(".")
         if not equals or not dot:
-            raise ConfigError(f"a setting on {origin} must read section.key=value; got {word!r}")
+            raise ConfigError(f"a setting in {origin} must read section.key=value; got {word!r}")
         _put(values, types_by_section, section, name, text.strip(), origin=origin)
 
 

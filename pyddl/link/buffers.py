@@ -32,7 +32,7 @@ class BufferPool:
 
     def take(self, num_elements: int) -> NDArray[np.float32]:
         """A buffer of ``num_elements`` floats with arbitrary content."""
-        capacity = self._largest if 2 * num_elements >= self._largest else num_elements
+        capacity = self._capacity(num_elements)
         with self._lock:
             free = self._free.get(capacity)
             base = free.pop() if free else None
@@ -41,9 +41,14 @@ class BufferPool:
         return base[:num_elements]
 
     def give(self, buffer: NDArray[np.float32]) -> None:
-        """Hand back what :meth:`take` gave; nobody may use it any more."""
+        """Hand back what :meth:`take` gave; nobody may use it any more. What no request could get is not kept."""
         base = buffer.base if isinstance(buffer.base, np.ndarray) else buffer
+        if len(base) != self._capacity(len(base)):
+            return
         with self._lock:
             free = self._free.setdefault(len(base), [])
             if len(free) < self._spares:
                 free.append(base)
+
+    def _capacity(self, num_elements: int) -> int:
+        return self._largest if 2 * num_elements >= self._largest else num_elements

@@ -6,7 +6,8 @@ values mean (run/learner.py), MPI calls (world.py hands in the window).
 
 No call that can last is ever made (rule 14): payloads go in pieces of at most 4 MiB, each polled; a Flush is called
 only when the target has just answered a read of the board, and only while no piece is moving. A link whose piece or
-read does not move for ``stall_s`` is *stalled*: it starts nothing new until the board answers again.
+read does not move for ``stall_s`` is *stalled*: it starts nothing new until the board answers again. Small words that
+have waited for a Flush hold back the next piece of a long payload until they are flushed.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ log = logging.getLogger(__name__)
 
 PIECE_BYTES = 4 << 20
 _BEAT_S = 0.1
+_FLUSH_WITHIN_S = 0.05  # words wait no longer for their Flush, however long payloads go on moving
 _BUSY_POLL_S = 0.0005
 _MIN_POLL_S = 0.001
 _MAX_POLL_S = 0.01
@@ -132,6 +134,7 @@ class Courier(threading.Thread):
         window: the mailbox.
         geometry: its shape.
         layout: fragments, for their sizes.
+        learner_id: whose it is, for messages.
         rank: within the learner's group.
         gather: joins slices; None when G = 1.
         run_token: as in the mailbox's headers.
@@ -145,6 +148,7 @@ class Courier(threading.Thread):
         geometry: Geometry,
         layout: Layout,
         *,
+        learner_id: int,
         rank: int,
         gather: GroupGather | None,
         run_token: int,
@@ -164,6 +168,7 @@ class Courier(threading.Thread):
         self._geometry = geometry
         self._layout = layout
         self._rank = rank
+        self._who = f"learner {learner_id} rank {rank}"
         self._gather = gather
         self._run_token = run_token
         self._pool = pool
@@ -184,6 +189,8 @@ class Courier(threading.Thread):
         self._pings = 0
         self._flushed_ping = 0
         self._unflushed = False
+        self._unflushed_s = 0.0  # since when
+        self._settling = False  # nothing is started until a ping has been answered
         self._flush_wanted = 0
         self._moving = 0
         self._beats = 0
@@ -265,33 +272,41 @@ class Courier(threading.Thread):
                 self._asleep.acquire(timeout=_BUSY_POLL_S if any(busy) else self._poll_s)
         except BaseException as error:
             self.failure = error
-            log.exception("the link thread ended; training goes on without the syncer")
+            log.exception("%s: the link thread ended; training goes on without the syncer", self._who)
 
     def _read_board(self) -> Task:
         """Read the down board again and again; its answer is also the ping that allows a Flush."""
         g = self._geometry
         words = np.zeros(g.down_board_words, dtype=np.uint64)
         into = words.view(np.uint8)
-        heartbeat, last = -1, b""
+        heartbeat, last, is_written = 0, b"", False
         while True:
             self._pings += 1
             ping = self._pings
+            # A Flush must find nothing to wait for but what this ping's answer vouches for: if the syncer stops in
+            # between, it holds MPI's lock, and the training thread with it. So nothing new is started until then.
+            is_quiet = self._moving == 0
+            self._settling = is_quiet and self._unflushed
             pending = self._window.get(0, into)
             yield from self._until(pending)
             if self.stalled:
                 self.stalled = False
-                log.info("the link to the syncer moves again")
+                log.info("%s: the link to the syncer moves again", self._who)
             raw = words.tobytes()
-            if raw != last:
+            if raw != last or not is_written:
                 last = raw
                 board = Board.from_words(words, g.num_slots)
+                # The syncer writes its heartbeat last, so what is read after one was seen is no board of zeros, on
+                # which nothing would hold a learner back.
+                is_written = heartbeat > 0
                 if board.heartbeat != heartbeat:
                     heartbeat, self.heard_s = board.heartbeat, time.monotonic()
-                self.board, self.board_words = board, words.copy()
-            if self._moving == 0:
-                if self._unflushed:
-                    self._unflushed = False
-                    self._window.flush()
+                if is_written:
+                    self.board, self.board_words = board, words.copy()
+            if self._settling:
+                self._settling = self._unflushed = False
+                self._window.flush()
+            if is_quiet:
                 self._flushed_ping = ping
             yield bool(self._flush_wanted)
 
@@ -303,7 +318,9 @@ class Courier(threading.Thread):
             if not noted and time.monotonic() - started > self._stall_s:
                 noted = self.stalled = True
                 self.num_stalls += 1
-                log.warning("the link to the syncer has not moved for %.0f s; training goes on", self._stall_s)
+                log.warning(
+                    "%s: the link to the syncer has not moved for %.0f s; training goes on", self._who, self._stall_s
+                )
             yield True
 
     def _flushed(self) -> Task:
@@ -316,21 +333,25 @@ class Courier(threading.Thread):
         self._flush_wanted -= 1
 
     def _piece(self, start: Callable[[], Pending]) -> Task:
-        while self._flush_wanted or self.stalled:
+        while self._flush_wanted or self._settling or self.stalled or self._words_have_waited():
             yield True
         self._moving += 1
         yield from self._until(start())
         self._moving -= 1
 
+    def _words_have_waited(self) -> bool:
+        return self._unflushed and time.monotonic() - self._unflushed_s > _FLUSH_WITHIN_S
+
     def _write(self, offset: int, value: int) -> None:
         self._window.write_word(offset, value)
-        self._unflushed = True
+        if not self._unflushed:
+            self._unflushed, self._unflushed_s = True, time.monotonic()
 
     def _write_words(self) -> Task:
         beat_offset = self._geometry.heartbeat_word(self._rank)
         offsets = [self._geometry.up_word(index) for index in (STEPS, TOKENS, LOSS, STATE)]
         while True:
-            if not self.stalled:
+            if not (self.stalled or self._settling):
                 progress, before = self._progress, self._written_progress
                 if progress is not before:
                     for index, value in enumerate(progress):
@@ -356,11 +377,13 @@ class Courier(threading.Thread):
             self._uploads.popleft()
 
     def _cancelled(self, upload: Upload) -> bool:
+        # An outcome of a later round says it too: the line's word was written again before this thread looked, and the
+        # learner answers on a line only after it has seen what became of its answer before.
         outcome = self.board.outcomes[upload.line] if self.board else 0
-        return outcome == (upload.round << 32 | NOT_MERGED)
+        return outcome >> 32 > upload.round or outcome == (upload.round << 32 | NOT_MERGED)
 
     def _send(self, upload: Upload) -> Task:
-        """Header and payload, Flush, commit word; the Flush of the commit word is the next one of the board's."""
+        """Header and payload, Flush, commit word, Flush."""
         g, slot = self._geometry, self._geometry.up_slot(upload.line)
         payload = upload.encode()
         floats_at = slot + g.down_header_bytes + 8 * upload.num_counters
@@ -385,6 +408,7 @@ class Courier(threading.Thread):
         if self._cancelled(upload):
             return  # its snapshot may be in use again: the payload may not be whole
         self._write(g.commit_word(upload.line, self._rank), upload.round << 32 | crc)
+        yield from self._flushed()
 
     def _download(self) -> Task:
         """Fetch published fragments strictly in order of their sequence numbers."""
@@ -445,12 +469,12 @@ class Courier(threading.Thread):
             )
         )
         self.received_sequence = sequence
-        self._write(g.ack_word(slot, self._rank), sequence)
+        self._words[g.ack_word(slot, self._rank)] = sequence
 
     def _again(self, what: str) -> Task:
         """A damaged read: the slot still lies there unacknowledged, so read it again a little later."""
         self.num_damaged += 1
-        log.warning("checksum of %s is wrong; it is read again", what)
+        log.warning("%s: checksum of %s is wrong; it is read again", self._who, what)
         until = time.monotonic() + _BEAT_S
         while time.monotonic() < until:
             yield False

@@ -235,11 +235,12 @@ class LearnerPort:
         tokens: int,
         limit_step: int | None,
     ) -> None:
-        """Write the plain words of the down board."""
+        """Write the plain words of the down board; the heartbeat last, since it says that the others are there."""
         stop, limit = (0 if x is None else x + 1 for x in (stop_step, limit_step))
-        for index, value in enumerate((heartbeat, step, stop, phase, tokens, limit)):
-            store_word(self.memory, self.geometry.down_word(index), value)
-        assert index == DOWN_WORDS - 1
+        words = (heartbeat, step, stop, phase, tokens, limit)
+        assert len(words) == DOWN_WORDS
+        for index in reversed(range(DOWN_WORDS)):
+            store_word(self.memory, self.geometry.down_word(index), words[index])
 
 
 class Downlink:

@@ -13,6 +13,7 @@ always the origin, and the window of another learner belongs to another communic
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
@@ -34,12 +35,14 @@ mpi4py.rc.initialize = False
 mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402  (rc must be set first)
 
-__all__ = ["Group", "Pair", "ProgressThread", "Window", "World", "mpi_version", "setup_deadline"]
+__all__ = ["Group", "Pair", "ProgressThread", "Window", "World", "deadline", "mpi_version"]
 
 log = logging.getLogger(__name__)
 
 _SPIN_S = 0.0002
 _MAX_NAP_S = 0.002
+_FINALIZE_S = 3600.0  # others may still evaluate the model; this process has nothing else to do
+_FINALIZE_S = 60.0
 
 
 def mpi_version() -> str:
@@ -64,7 +67,7 @@ class Window:
     def __init__(self, win: MPI.Win, target: int) -> None:
         self._win = win
         self._target = target
-        self._words: list[NDArray[np.uint64]] = []
+        self._words: list[_Request] = []
 
     def get(self, offset: int, out: NDArray[np.uint8]) -> _Request:
         """Start to read; see courier.RemoteWindow."""
@@ -79,14 +82,20 @@ class Window:
     def write_word(self, offset: int, value: int) -> None:
         """Start to replace a word; atomic, since it is an accumulate (rule 10)."""
         word = np.array([value], dtype=np.uint64)
-        self._words.append(word)  # must live until the flush
         target = (offset, 1, MPI.UINT64_T)
-        self._win.Accumulate([word, MPI.UINT64_T], self._target, target, op=MPI.REPLACE)
+        request = self._win.Raccumulate([word, MPI.UINT64_T], self._target, target, op=MPI.REPLACE)
+        self._words.append(_Request(request, word))
 
     def flush(self) -> None:
-        """Complete everything at the target."""
-        self._win.Flush(self._target)
-        self._words.clear()
+        """Settle what was started before the read that has just been answered; see courier.RemoteWindow.
+
+        Not MPI's Flush: over ucx that asks the target once more even if nothing is under way, and if the target stops
+        in that moment it holds MPI's lock, so that the training thread stands still (docs/mpi.md). A connection keeps
+        its order, so the answer has shown the arrival already; should a transport not, a checksum does not match yet
+        and the syncer looks again.
+        """
+        self._win.Sync()  # a memory barrier, for windows in shared memory
+        self._words = [word for word in self._words if not word.test()]
 
 
 class Pair:
@@ -101,7 +110,7 @@ class Pair:
         self._comm.Send([json.dumps(message).encode(), MPI.BYTE], dest=to)
 
     def receive(self, source: int) -> dict[str, Any]:
-        """Receive what :meth:`send` sends; set-up only, watched by :func:`setup_deadline`."""
+        """Receive what :meth:`send` sends; set-up only, watched by :func:`deadline`."""
         status = MPI.Status()
         self._comm.Probe(source=source, status=status)
         raw = bytearray(status.Get_count(MPI.BYTE))
@@ -174,7 +183,10 @@ def _pieces(array: NDArray[Any], piece_bytes: int = 64 << 20) -> Iterator[NDArra
 
 
 class Group:
-    """The ranks of one learner. Every wait is polled with back-off and has a deadline (rule 18)."""
+    """The ranks of one learner. Every wait is polled with back-off and has a deadline (rule 18).
+
+    Starting an operation or waiting for one raises TransportError if MPI says that another rank is gone.
+    """
 
     def __init__(self, comm: MPI.Comm, link_comm: MPI.Comm, timeout_s: float) -> None:
         self._comm = comm
@@ -186,22 +198,22 @@ class Group:
 
     def sum(self, array: NDArray[Any]) -> _Request:
         """Start an in-place sum over the ranks."""
-        return _Request(self._comm.Iallreduce(MPI.IN_PLACE, array, op=MPI.SUM), array)
+        return self._started(lambda: self._comm.Iallreduce(MPI.IN_PLACE, array, op=MPI.SUM), "a sum", array)
 
     def broadcast(self, array: NDArray[Any]) -> _Request:
         """Start a broadcast from rank 0."""
-        return _Request(self._comm.Ibcast(array, root=0), array)
+        return self._started(lambda: self._comm.Ibcast(array, root=0), "a broadcast", array)
 
     def start(self, mine: NDArray[np.uint8], out: NDArray[np.uint8], bounds: list[tuple[int, int]]) -> _Request:
         """Start to collect every rank's slice (courier.GroupGather)."""
         counts = [high - low for low, high in bounds]
         starts = [low for low, _ in bounds]
         spec = [out, counts, starts, MPI.BYTE]
-        return _Request(self._link.Iallgatherv([mine, MPI.BYTE], spec), mine, out)
+        return self._started(lambda: self._link.Iallgatherv([mine, MPI.BYTE], spec), "a gather", mine, out)
 
     def meet(self) -> _Request:
         """Start a barrier."""
-        return _Request(self._comm.Ibarrier())
+        return self._started(self._comm.Ibarrier, "a barrier")
 
     def gather_strings(self, text: str) -> list[str]:
         """Every rank's string, on every rank; set-up only."""
@@ -216,7 +228,7 @@ class Group:
         """
         started = time.monotonic()
         nap = _SPIN_S
-        while not request.test():
+        while not self._is_done(request, what):
             elapsed = time.monotonic() - started
             if elapsed > self._timeout_s:
                 raise TransportError(
@@ -228,6 +240,22 @@ class Group:
                     raise TransportError(f"rank {self.rank} of {self.size} waits for {what}, but {reason}")
                 time.sleep(nap)
                 nap = min(2 * nap, _MAX_NAP_S)
+
+    def _started(self, start: Callable[[], MPI.Request], what: str, *buffers: object) -> _Request:
+        try:
+            return _Request(start(), *buffers)
+        except MPI.Exception as error:  # Open MPI with ulfm; MPICH says nothing
+            raise TransportError(
+                f"rank {self.rank} of {self.size} starts {what}, but a rank of its learner is gone: {error}"
+            ) from None
+
+    def _is_done(self, request: _Request, what: str) -> bool:
+        try:
+            return request.test()
+        except MPI.Exception as error:  # Open MPI with ulfm; MPICH says nothing
+            raise TransportError(
+                f"rank {self.rank} of {self.size} waits for {what}, but a rank of its learner is gone: {error}"
+            ) from None
 
 
 class ProgressThread(threading.Thread):
@@ -245,9 +273,14 @@ class ProgressThread(threading.Thread):
     def run(self) -> None:
         """Poll until the end."""
         nap = 0.001
+        pairs = list(self._pairs)
         while not self._ending.wait(nap):
-            for pair in self._pairs:
-                pair.poll()
+            for pair in list(pairs):
+                try:
+                    pair.poll()
+                except MPI.Exception as error:  # Open MPI with ulfm says so when a learner has died
+                    log.info("a pair communicator is given up: %s", error)
+                    pairs.remove(pair)  # the other learners still need the progress
             nap = 0.001 if self.busy else min(2 * nap, 0.02)
 
     def end(self) -> None:
@@ -275,7 +308,8 @@ class World:
     """
 
     def __init__(self, *, ranks_per_learner: int | None, num_learners: int, group_timeout_s: float) -> None:
-        if not MPI.Is_initialized():
+        self._owns_mpi = not MPI.Is_initialized()
+        if self._owns_mpi:
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise TransportError(
@@ -294,7 +328,12 @@ class World:
             self.role, self.num_learners, self.num_ranks = "alone", 1, 1
             return
         wishes = world.allgather((ranks_per_learner, num_learners))
-        self.num_learners, self.num_ranks = _plan(self.size, wishes)
+        try:
+            self.num_learners, self.num_ranks = _plan(self.size, wishes)
+        except ConfigError as error:
+            self.leave(0, lost=False)  # every rank is refused alike: the launcher gets their status, not a crash
+            error.is_told = self.rank != 0
+            raise
         learner_of = [-1] + [r // self.num_ranks for r in range(self.size - 1)]
         self.learner_id = learner_of[self.rank]
         self.role = "syncer" if self.rank == 0 else "learner"
@@ -324,15 +363,18 @@ class World:
         """End this process's part in MPI.
 
         After a loss nothing of MPI is freed or finalized (it can hang, docs/mpi.md): the process ends at once with
-        ``exit_code`` and this does not return. Otherwise MPI is finalized and the caller goes on.
+        ``exit_code`` and this does not return. Otherwise the caller goes on; MPI is finalized if it was started here.
         """
         if lost or self.lost:
             logging.shutdown()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(exit_code)
-        if MPI.Is_initialized() and not MPI.Is_finalized():
+        if self._owns_mpi and not MPI.Is_finalized():
+            # It waits for every rank, holding the interpreter's lock: only a thread that is not Python's can end that.
+            faulthandler.dump_traceback_later(_FINALIZE_S, exit=True, file=sys.__stderr__ or 2)
             MPI.Finalize()
+            faulthandler.cancel_dump_traceback_later()
 
 
 def _plan(size: int, wishes: list[tuple[int | None, int]]) -> tuple[int, int]:
@@ -343,27 +385,33 @@ def _plan(size: int, wishes: list[tuple[int | None, int]]) -> tuple[int, int]:
         raise ConfigError(
             f"all ranks must be given the same run.ranks and run.learners; got {sorted(groups)} and {sorted(learners)}"
         )
-    num_ranks = groups.pop() if groups else 1
-    num_learners = learners.pop() if learners else (size - 1) // num_ranks
+    num_ranks = next(iter(groups), 1)
+    num_learners = next(iter(learners), (size - 1) // num_ranks)
     if num_learners < 1 or size != 1 + num_learners * num_ranks:
-        wanted = f"1 + M * G = 1 + {num_learners} * {num_ranks} = {1 + num_learners * num_ranks}"
-        if num_learners < 1 or (not learners and (size - 1) % num_ranks):
-            wanted = f"1 + M * {num_ranks} for a whole number M of learners"
+        wanted = f"1 + M * G = 1 + {num_learners} * {num_ranks} = {1 + num_learners * num_ranks} ranks"
+        if not learners:
+            wanted = f"1 + M * {num_ranks} ranks for some number M of learners"
         raise ConfigError(
-            f"the world must have {wanted} ranks (one syncer, then the learners); got {size}: "
+            f"the world must have {wanted} (one syncer, then the learners); got {size}: "
             "change -n, run.learners or run.ranks"
         )
     return num_learners, num_ranks
 
 
 @contextmanager
-def setup_deadline(seconds: float, missing: Callable[[], str]) -> Iterator[None]:
-    """An alarm around the set-up, whose MPI calls block: when it rings, say who is missing and end this process."""
+def deadline(seconds: float, required: str, missing: Callable[[], str]) -> Iterator[None]:
+    """An alarm around MPI calls that block: when it rings, say what was required and who is missing, and end.
+
+    Args:
+        seconds: until the alarm.
+        required: what must have happened by then, such as "all learners must attach".
+        missing: who or what is missing, at that time.
+    """
 
     def ring() -> None:
         sys.stderr.write(
-            f"pyddl: the set-up must be done within {seconds:.0f} s (timeouts.setup_s); {missing()}. "
-            "Look for the error of that rank above, or raise the limit.\n"
+            f"pyddl: {required} within {seconds:.0f} s; {missing()}. Look for the error of that rank above; the limit "
+            "of the set-up is timeouts.setup_s.\n"
         )
         sys.stderr.flush()
         os._exit(1)

@@ -7,7 +7,9 @@ is accumulated before ``average_gradients()`` is learnt in the first step; from 
 as its last gradient is there, while the backward pass goes on. Every call makes the same sums in the same order on
 every rank, whatever a rank has accumulated: if a rank accumulates more often than before, all of them notice in the
 last small sum and repeat the buckets, so that gradient accumulation needs no context manager and cannot go wrong
-silently.
+silently. The same if a gradient was changed or exchanged between its bucket's sum and ``average_gradients()``
+(unscaling, division by the number of passes): the bucket is repeated with what the gradient is by then, and since
+such a loop does so at every step, that rank's later sums wait for ``average_gradients()``.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..core.kernels import checksum
+from ..errors import TransportError
 from ..link.courier import Pending
 
 __all__ = ["GradientAverager"]
@@ -36,6 +40,14 @@ class _Bucket:
         self.flat = torch.empty(sum(p.numel() for p in parameters), dtype=torch.float32)
         self.array: NDArray[np.float32] = self.flat.numpy()
         self.request: Pending | None = None
+
+    def checksums(self) -> list[int | None]:
+        """Of each gradient's bytes.
+
+        Torch counts the changes of a tensor as well (``_version``), but not those that GradScaler.unscale_ makes, nor
+        those by way of ``grad.data`` or numpy.
+        """
+        return [None if p.grad is None else _checksum(p.grad) for p in self.parameters]
 
     def fill(self) -> None:
         at = 0
@@ -57,6 +69,10 @@ class _Bucket:
             elif p.grad is not None:
                 p.grad.detach().copy_(part)
             at += p.numel()
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    return checksum(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
 
 
 class GradientAverager:
@@ -85,6 +101,9 @@ class GradientAverager:
         self._expected: list[int] | None = None  # accumulations per bucket and step, learnt
         self._seen = [0] * len(self._buckets)
         self._launched = 0
+        self._overlaps = True  # until a gradient is changed after its sum has started
+        self._early: list[list[int | None]] = []  # checksums of the buckets whose sums started in the backward pass
+        self._failure: TransportError | None = None  # of a sum in a hook, where nobody would catch it
         self._handles = [p.register_post_accumulate_grad_hook(self._accumulated) for p in parameters]  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
@@ -100,7 +119,12 @@ class GradientAverager:
         Raises:
             TransportError: if a rank does not take part within the group's timeout.
         """
+        if self._failure is not None:
+            raise self._failure
         late = self._expected is not None and self._seen != self._expected
+        early = zip(self._buckets[: self._launched], self._early, strict=True)
+        if not late and any(bucket.checksums() != checksums for bucket, checksums in early):
+            late, self._overlaps = True, False
         while self._launched < len(self._buckets):
             self._launch()
         # every rank learns whether any rank's buckets were summed before its last gradient was in, and how many ranks
@@ -125,16 +149,22 @@ class GradientAverager:
         self._expected = self._seen
         self._seen = [0] * len(self._buckets)
         self._launched = 0
+        self._early = []
 
     def _accumulated(self, p: torch.nn.Parameter) -> None:
         self._seen[self._bucket_of[id(p)]] += 1
-        if self._expected is None:
+        if self._expected is None or not self._overlaps or self._failure is not None:
             return
         while self._launched < len(self._buckets):
             wanted = self._expected[self._launched]
             if wanted == 0 or self._seen[self._launched] < wanted:
                 return
-            self._launch()
+            self._early.append(self._buckets[self._launched].checksums())
+            try:
+                self._launch()
+            except TransportError as error:  # average() raises it
+                self._failure = error
+                return
 
     def _launch(self) -> None:
         bucket = self._buckets[self._launched]

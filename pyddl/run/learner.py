@@ -54,6 +54,7 @@ __all__ = ["Learner", "Link"]
 log = logging.getLogger(__name__)
 
 _NO_COUNTERS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+_MANY_SOURCES = 16  # given to shard(): more are surely one that is made anew in each epoch
 _CLOSE_SLACK_S = 15.0  # on top of drain_s, for the last fragments
 _WITH_BOARD, _ENOUGH = 1, 2  # first word of an order: rank 0's board follows; what all are waiting in is given up
 
@@ -72,6 +73,7 @@ class Link:
     versions: list[int]
     anchors: list[NDArray[np.float32]]
     step: int
+    tokens: int  # of the whole run when this learner attached
     leave: Callable[[int, bool], None]  # (exit code, lost): end this process's part in MPI
 
 
@@ -137,6 +139,7 @@ class Learner:
         self.learner_id = learner_id
         self.num_learners = num_learners
         self.rank = link.group.rank if link else 0
+        self._who = f"learner {learner_id} rank {self.rank}"
         self.num_ranks = num_ranks
         self.num_steps = 0
         self.tokens = 0
@@ -185,8 +188,9 @@ class Learner:
         """
         run = self._config.run
         shares = [0.0]
-        if run.max_tokens:
-            shares.append((self._board.tokens if self._board else self.tokens) / run.max_tokens)
+        if run.max_tokens:  # right after a resume the board is not read yet
+            at_attach = self._link.tokens if self._link else self.tokens
+            shares.append(max(at_attach, self._board.tokens if self._board else 0) / run.max_tokens)
         if run.max_steps:
             shares.append(self.step_count / run.max_steps)
         return min(1.0, max(shares))
@@ -194,31 +198,55 @@ class Learner:
     def shard(self, source: Iterable[Any]) -> Iterator[Any]:
         """This rank's share of the data, until the run ends.
 
-        Args:
-            source: what has ``state_dict`` and ``load_state_dict`` is taken as this learner's own: passed through, its
-                cursor saved with the learner's state. A ``torch.utils.data.DataLoader`` that reads an indexable data
-                set in order or shuffled makes its batches of every (M * G)-th sample of it, for each rank others;
-                shuffled, of a permutation of its own per (seed, epoch). Of any other iterable, each rank takes every
-                (M * G)-th item.
+        All ranks of all learners get equally many items in each pass. One log line says how a source is divided.
 
-        Yields:
+        Args:
+            source: one of three kinds. Pass the same object in every epoch: a further call goes on with its next epoch.
+
+                A ``torch.utils.data.DataLoader`` that reads an indexable data set in order or shuffled: batches are
+                made of every (M * G)-th sample, for each rank others; shuffled, of a permutation of pyddl's own per
+                (run.seed, epoch). What lacks to a whole number for all is taken again from the start.
+
+                What has ``state_dict`` and ``load_state_dict`` is this rank's own and passed through. It must divide
+                the data itself (by ``learner_id`` and ``rank``) and give all ranks of a learner equally many items;
+                its state, of JSON values, is saved with the learner's, and loaded on resume before the first item.
+
+                Any other iterable, also a DataLoader with a sampler of its own: each rank takes every (M * G)-th item.
+                What does not suffice for all is left out, so that an item is given when all of M * G have been read:
+                their memory must not be reused.
+
+        Returns:
             Items of ``source``; again from its start when it ends, if the run has an end of its own (max_steps or
             max_tokens); otherwise one pass.
+
+        Raises:
+            ConfigError: if there is not an item for every rank, or if a DataLoader's workers would be forked.
         """
-        shard = Shard(
-            source,
-            index=self.learner_id * self.num_ranks + self.rank,
-            count=self.num_learners * self.num_ranks,
-            seed=self._config.run.seed,
-            endless=bool(self._config.run.max_steps or self._config.run.max_tokens),
-        )
-        if self._cursors:
-            shard.load_state_dict(self._cursors.pop(0))
-        self.shards.append(shard)
-        items = iter(shard)
+        shard = next((s for s in self.shards if s.source is source), None)
+        if shard is None:
+            shard = Shard(
+                source,
+                index=self.learner_id * self.num_ranks + self.rank,
+                count=self.num_learners * self.num_ranks,
+                seed=self._config.run.seed,
+                endless=bool(self._config.run.max_steps or self._config.run.max_tokens),
+            )
+            if self._cursors:
+                shard.load_state_dict(self._cursors.pop(0))
+            self.shards.append(shard)
+            if len(self.shards) == _MANY_SOURCES:
+                log.warning(
+                    "learner.shard() should be given the same object in every epoch; it has been given %d, and keeps "
+                    "each with its cursor; make the source once, before the loop",
+                    _MANY_SOURCES,
+                )
+        return self._while_running(shard)
+
+    def _while_running(self, items: Iterable[Any]) -> Iterator[Any]:
+        iterator = iter(items)
         while self.running:
             try:
-                item = next(items)
+                item = next(iterator)
             except StopIteration:
                 return
             yield item
@@ -232,7 +260,8 @@ class Learner:
 
         Call it after ``backward()`` and before clipping. With a GradScaler call it before ``scaler.unscale_()``, so
         that an overflow on one rank is seen by all. Gradients may have been accumulated over any number of backward
-        passes.
+        passes. They may also be changed before it (divided by the number of passes, say), at the price of sums that no
+        longer overlap with the backward pass.
         """
         if self._averager is not None:
             try:
@@ -272,13 +301,22 @@ class Learner:
         self._exchange(int(tokens))
         if self.step_count <= self._config.sync.lockstep_steps:
             self._wait_in_lockstep()
-        if now - self._link.courier.heard_s > self._config.timeouts.syncer_s:
+        if now - self._link.courier.heard_s > self._config.timeouts.syncer_s or not self._link.courier.is_alive():
             self._give_up_on_syncer()
+
+    def sees_the_end(self) -> bool:
+        """Whether the board, as the link thread has read it last, says that the run ends; from any thread."""
+        board = None if self._link is None else self._link.courier.board
+        return board is not None and (
+            board.phase != RUNNING or (board.stop_step is not None and board.stop_step <= board.step)
+        )
 
     def close(self) -> None:
         """End this learner's part: answer the last rounds, take the final model, save the learner's state.
 
-        Afterwards ``model`` holds the syncer's global model. Bounded by ``timeouts.drain_s``. May be called twice.
+        Afterwards ``model`` holds the syncer's global model (rounded to bfloat16 with ``sync.wire = bf16``). A learner
+        whose own data has ended waits here for the others, as long as the syncer answers; from the end of the run on it
+        waits for ``timeouts.drain_s``. May be called twice.
         """
         if self._closed:
             return
@@ -289,15 +327,20 @@ class Learner:
             if self._averager is not None:
                 self._averager.close()
         self._closed = True
-        self._save(self)
         if link is not None:
             lost = self._board is None or self._board.phase != FINISHED
-            self._state = LEFT
-            self._report(link)
-            link.courier.end(self._config.timeouts.stall_s)
+            # The syncer may end as soon as it has read that the learner has left: rank 0 says so when no other rank's
+            # link thread talks to the syncer any more.
+            if self.rank:
+                link.courier.end(self._config.timeouts.stall_s)
             self._part_from_group(link)
-            self._receipts.close()
+            if self.rank == 0:
+                self._state = LEFT
+                self._report(link)
+                link.courier.end(self._config.timeouts.stall_s)
+            self._close_receipts(link)
             link.leave(0, lost)
+        self._save(self)  # last, since it may take long and nobody should wait for it
 
     # ------------------------------------------------------------------------------------------ the exchange
 
@@ -420,8 +463,13 @@ class Learner:
             link.pool.give(local)
             if contained and push is not None:
                 held.since_step, held.since_tokens = push.at_step, push.at_tokens
-            elif push is not None:  # what was pushed, seen from the new anchor; the link thread may read the old array
-                push.snapshot = push.snapshot + (theta - old_anchor)
+            elif push is not None:  # what was pushed, seen from the new anchor
+                moved = link.pool.take(len(theta))
+                np.subtract(theta, old_anchor, out=moved)
+                moved += push.snapshot
+                if push.encoded:  # else the link thread still reads it: left to the garbage collector
+                    link.pool.give(push.snapshot)
+                push.snapshot = moved
         held.anchor, held.version = theta, arrival.version
         if contained and push is not None:
             if push.residual is not None:
@@ -571,7 +619,9 @@ class Learner:
                 deadline = now + drain_s
             self._wants_to_leave = deadline is not None and now > deadline
             if self._may_leave:
-                log.warning("the last rounds took more than %.0f s; leaving without their result", drain_s)
+                log.warning(
+                    "%s: the last rounds took more than %.0f s; leaving without their result", self._who, drain_s
+                )
                 return
             if now - link.courier.heard_s > self._config.timeouts.syncer_s or not link.courier.is_alive():
                 self._give_up_on_syncer()
@@ -590,18 +640,40 @@ class Learner:
     def _give_up_on_syncer(self) -> None:
         """The syncer is silent for longer than anybody should wait: save and end (exit status 75)."""
         assert self._link is not None
-        log.error(
-            "the syncer must answer within %.0f s (timeouts.syncer_s) and did not; the learner's state is saved, "
-            "resume the run from its newest checkpoint",
-            self._config.timeouts.syncer_s,
-        )
+        if not self._link.courier.is_alive():
+            log.error(
+                "%s: the link thread must run and has ended (%s); the learner's state is saved, resume the run from "
+                "its newest checkpoint",
+                self._who,
+                self._link.courier.failure,
+            )
+        else:
+            log.error(
+                "%s: the syncer must answer within %.0f s (timeouts.syncer_s) and did not; the learner's state is "
+                "saved, resume the run from its newest checkpoint",
+                self._who,
+                self._config.timeouts.syncer_s,
+            )
         self._save(self)
+        self._close_receipts(self._link)
         self._link.leave(75, True)
         raise SystemExit(75)
 
     def _end_with_group(self, error: TransportError) -> None:
         """A mate is gone: this rank ends too, and the learner with it (rule 18)."""
         assert self._link is not None
-        log.error("%s", error)
+        log.error("%s: %s", self._who, error)
+        self._close_receipts(self._link)
         self._link.leave(1, True)
         raise SystemExit(1)
+
+    def _close_receipts(self, link: Link) -> None:
+        """The tape's last line says how the link did."""
+        courier = link.courier
+        self._receipts.write(
+            "LinkFigures",
+            num_damaged=courier.num_damaged,
+            num_stalls=courier.num_stalls,
+            failure=None if courier.failure is None else repr(courier.failure),
+        )
+        self._receipts.close()

@@ -25,6 +25,9 @@ __all__ = ["load_learner", "save_learner"]
 
 log = logging.getLogger(__name__)
 
+_FEW_STEPS = 8  # a learner saves at its next boundary, by when the clock of the others has moved on
+_NEEDS_BUFFERS = ("amsgrad", "centered", "momentum")  # settings under which an optimizer keeps a buffer more
+
 
 def _path(folder: Path, learner: Learner) -> Path:
     rank = f"-rank{learner.rank}" if learner.rank else ""
@@ -45,25 +48,84 @@ def save_learner(folder: Path | None, learner: Learner) -> None:
     try:
         if learner.rank == 0:  # the optimizer's state is equal on all ranks
             meta["optimizer"] = _flatten(learner.optimizer.state_dict(), "optimizer", arrays)
+            meta["optimizer_kind"], meta["optimizer_shapes"] = _describe(learner.optimizer)
         write_learner_state(_path(folder, learner), arrays, meta)
     except (CheckpointError, TypeError, ValueError) as error:  # the latter: a state that is no tensors and numbers
         log.warning("%s; the learner's optimizer state is not saved", error)
 
 
 def load_learner(folder: Path, learner: Learner) -> None:
-    """Take up the state of an earlier run of this learner, as far as there is one; what is missing starts fresh."""
+    """Take up the state of an earlier run of this learner, as far as there is one; what is missing starts fresh.
+
+    Call it before the first step: ``learner.step_count`` must be the clock at which the run goes on.
+    """
     own = _path(folder, learner)
-    shared = folder / f"learner-{learner.learner_id}.h5"
+    shared = folder / f"learner-{learner.learner_id}.h5"  # rank 0's: the optimizer of all ranks
+    arrays: dict[str, NDArray[Any]] = {}
+    meta: dict[str, Any] = {}
     try:
         arrays, meta = read_learner_state(shared)
-        learner.optimizer.load_state_dict(_restore(meta["optimizer"], arrays))
-        if own != shared:
-            arrays, meta = read_learner_state(own)
+        _load_optimizer(learner.optimizer, meta, arrays)
     except (CheckpointError, KeyError, ValueError) as error:  # the latter two: the state of another optimizer
         log.warning("%s; learner %d starts with a fresh inner optimizer", error, learner.learner_id)
+    try:
+        if own != shared:
+            arrays, meta = read_learner_state(own)
+    except CheckpointError as error:
+        log.warning("%s; rank %d of learner %d begins its data anew", error, learner.rank, learner.learner_id)
         return
+    if not meta:
+        return
+    age_steps = learner.step_count - meta["step"]
+    if age_steps > _FEW_STEPS:
+        log.warning(
+            "the state of learner %d in %s should be of the step at which the run goes on, %d; it is of step %d: %s "
+            "are %d steps old, and training goes on with them",
+            learner.learner_id,
+            own.name,
+            learner.step_count,
+            meta["step"],
+            "this rank's place in the data and its random numbers"
+            if learner.rank
+            else "the optimizer's moments, the place in the data and the random numbers",
+            age_steps,
+        )
     torch.set_rng_state(torch.from_numpy(arrays["rng/torch"]))
     learner.resume_cursors(meta["cursors"])
+
+
+def _describe(optimizer: torch.optim.Optimizer) -> tuple[str, list[list[list[int]]]]:
+    """What a saved state must fit: the kind of optimizer, the shape of each parameter of each group."""
+    shapes = [[list(p.shape) for p in group["params"]] for group in optimizer.param_groups]
+    return type(optimizer).__name__, shapes
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, meta: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:
+    """Load the moments and counters; the groups' settings stay as this run was told.
+
+    Raises:
+        ValueError: if the state is that of another optimizer, or lacks what the settings of now need.
+    """
+    kind, shapes = _describe(optimizer)
+    saved_kind, saved_shapes = meta["optimizer_kind"], meta["optimizer_shapes"]
+    if (kind, shapes) != (saved_kind, saved_shapes):
+        raise ValueError(
+            f"an optimizer's state must be that of the same optimizer over the same parameters; this one is a {kind} "
+            f"with groups of {_counts(shapes)} parameters, the saved one a {saved_kind} with {_counts(saved_shapes)}"
+            + ("" if _counts(shapes) != _counts(saved_shapes) or kind != saved_kind else " of other shapes")
+        )
+    saved = _restore(meta["optimizer"], arrays)
+    groups = optimizer.state_dict()["param_groups"]
+    for new, old in zip(groups, saved["param_groups"], strict=True):
+        for name in _NEEDS_BUFFERS:
+            if new.get(name) and not old.get(name):
+                raise ValueError(f"an optimizer with {name}={new[name]} needs the state of one; it was {old.get(name)}")
+        new["params"] = old["params"]
+    optimizer.load_state_dict({**saved, "param_groups": groups})
+
+
+def _counts(shapes: list[list[list[int]]]) -> str:
+    return " + ".join(str(len(group)) for group in shapes)
 
 
 def _flatten(value: Any, name: str, arrays: dict[str, NDArray[Any]]) -> Any:

@@ -1,6 +1,10 @@
 """A learner's model as fragments: tensor specifications, and copies between parameters and flat float32 buffers.
 
 Here: everything that knows a torch module's insides. Not here: when fragments are copied (learner.py).
+
+Tensors are looked up in the model by name at every copy, since training replaces some of them: a buffer that forward
+assigns anew, or that ``model.to()`` converts, is another object afterwards. What attach() has not seen is refused then:
+another dtype, device or shape, a parameter that the optimizer does not know, a frozen tensor that is trained.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from ..core.kernels import checksum
 from ..core.layout import Layout, Segment, TensorSpec
 from ..errors import ConfigError
 
@@ -36,8 +41,8 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, str]]:
                 yield dot + name, buffer, "buffer" if buffer.is_floating_point() else "counter"
 
 
-def tensor_specs(model: nn.Module) -> tuple[list[TensorSpec], list[torch.Tensor]]:
-    """The tensors of a model, each once, and the tensors themselves in the same order.
+def tensor_specs(model: nn.Module) -> list[TensorSpec]:
+    """The tensors of a model, each once, in the model's order.
 
     Tied tensors count once, under their first name; they are embeddings if one of their modules is.
 
@@ -54,23 +59,92 @@ def tensor_specs(model: nn.Module) -> tuple[list[TensorSpec], list[torch.Tensor]
         if tensor.layout != torch.strided:
             raise ConfigError(f"tensors must be dense; {name} has the layout {tensor.layout}: make it dense")
         order.setdefault(id(tensor), []).append((name, tensor, role))
-    specs, tensors = [], []
+    specs = []
     for uses in order.values():
         roles = {role for _, _, role in uses}
         role = "embedding" if "embedding" in roles else uses[0][2]
         name, tensor, _ = uses[0]
         dtype = str(tensor.dtype).removeprefix("torch.")
         specs.append(TensorSpec(name, tuple(tensor.shape), dtype, role, tuple(u[0] for u in uses[1:])))
-        tensors.append(tensor)
-    return specs, tensors
+    return specs
+
+
+class _Place:
+    """Where the model keeps one tensor of the layout, under one name or, tied, under several."""
+
+    def __init__(self, model: nn.Module, spec: TensorSpec) -> None:
+        self.spec = spec
+        self._model = model
+        self._names = (spec.name, *spec.aliases)
+        self._paths = [tuple(name.split(".")) for name in self._names]
+        self._dtype: torch.dtype = getattr(torch, spec.dtype)
+        self._parameter = self._find(self._paths[0]) if spec.role in ("parameter", "embedding") else None
+
+    def look_up(self) -> torch.Tensor:
+        """The tensor that the model has there now, detached.
+
+        Raises:
+            ConfigError: if it is not as it was when the model was attached.
+        """
+        tensor = self._find(self._paths[0])
+        wanted = tensor if self._parameter is None else self._parameter
+        for name, path in zip(self._names, self._paths, strict=True):
+            found = tensor if path is self._paths[0] else self._find(path)
+            if found is None or found is not wanted:
+                raise ConfigError(self._replaced(name, found))
+        assert tensor is not None
+        if tensor.dtype != self._dtype or tensor.shape != self.spec.shape or not tensor.is_cpu:
+            raise ConfigError(
+                f"an attached model must keep its tensors' dtype, shape and device; {self.spec.name} was "
+                f"{self.spec.dtype} {list(self.spec.shape)} on cpu and is now "
+                f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}: convert or move "
+                "the model before session.attach()"
+            )
+        return tensor.detach()
+
+    def require_frozen(self) -> None:
+        """Refuse a frozen parameter that has become one to train: no fragment holds it."""
+        tensor = self._find(self._paths[0])
+        if tensor is not None and tensor.requires_grad:
+            raise ConfigError(
+                f"a parameter that was frozen when the model was attached must stay so; {self.spec.name} has "
+                "requires_grad=True now, and no fragment holds it: attach with it unfrozen, and give it a learning "
+                "rate of 0 until it is to be trained"
+            )
+
+    def _find(self, path: tuple[str, ...]) -> torch.Tensor | None:
+        module = self._model
+        for name in path[:-1]:
+            child = module._modules.get(name)
+            if child is None:
+                return None
+            module = child
+        parameter = module._parameters.get(path[-1])
+        return module._buffers.get(path[-1]) if parameter is None else parameter
+
+    def _replaced(self, name: str, found: torch.Tensor | None) -> str:
+        if found is None:
+            return (
+                f"an attached model must keep its tensors; {name} is no longer there: change the model's structure "
+                "before session.attach()"
+            )
+        if self._parameter is None:
+            return (
+                f"tied buffers must stay tied; {name} and {self._names[0]} were one tensor when the model was attached "
+                "and are two now: assign the new tensor under both names, or attach them untied"
+            )
+        return (
+            f"an attached model must keep its parameters; {name} has been replaced by another tensor, which the "
+            "optimizer does not know: change its values in place (p.data.copy_(...)), or replace it before "
+            "session.attach()"
+        )
 
 
 @dataclass
 class _Views:
     """Numpy arrays that share memory with a fragment's tensors."""
 
-    tensors: list[torch.Tensor]
-    pointers: list[int]
+    pointers: list[int]  # of the tensors; the arrays keep the memory, so no other tensor can come to lie there
     arrays: list[NDArray[np.float32]]
     starts: list[int]  # of each array in the fragment
 
@@ -79,20 +153,25 @@ class Replica:
     """Copies between a model's tensors and the fragments of a layout.
 
     Args:
-        tensors: as :func:`tensor_specs` gives them; their values are read and written, the objects are kept.
-        layout: of the run.
+        model: whose tensors are read and written.
+        layout: of the run, built from this model's :func:`tensor_specs`.
+
+    Copying raises ConfigError if the model is no longer the one that was attached; see the module's docstring.
     """
 
-    def __init__(self, tensors: list[torch.Tensor], layout: Layout) -> None:
-        self._tensors = tensors
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
+        self._places = [_Place(model, spec) for spec in layout.tensors]
+        self._frozen = [place for place in self._places if place.spec.role == "frozen"]
         self._fragments = layout.fragments
-        self._exact = [
-            all(tensors[s.tensor].dtype == torch.float32 for s in fragment.segments) for fragment in self._fragments
-        ]
+        self._own = [list(dict.fromkeys(s.tensor for s in fragment.segments)) for fragment in self._fragments]
+        self._exact = [all(layout.tensors[index].dtype == "float32" for index in own) for own in self._own]
         self._views: list[_Views | None] = [None] * len(self._fragments)
 
     def copy_out(self, fragment: int, out: NDArray[np.float32], low: int = 0) -> None:
         """Copy elements ``low`` to ``low + len(out)`` of a fragment into ``out``, float32."""
+        if fragment == 0:  # once in H steps is often enough for what no copy comes across
+            for place in self._frozen:
+                place.require_frozen()
         views = self._numpy_views(fragment)
         if views is not None:
             high = low + len(out)
@@ -111,8 +190,8 @@ class Replica:
         if views is not None:
             for array, at in zip(views.arrays, views.starts, strict=True):
                 array[:] = floats[at : at + len(array)]
-            for tensor in views.tensors:
-                increment_version(tensor)  # so that autograd still notices a graph that needs the old values
+            for index in self._own[fragment]:  # so that autograd still notices a graph that needs the old values
+                increment_version(self._places[index].look_up())
             return
         source = torch.from_numpy(floats)
         for tensor, start, stop, at in self._pieces(fragment, 0, len(floats)):
@@ -128,33 +207,41 @@ class Replica:
 
     def counters(self, fragment: int) -> NDArray[np.int64]:
         """The integer buffers of a fragment, [c] int64."""
-        parts = [self._tensors[t].detach().reshape(-1).to(torch.int64) for t, _ in self._fragments[fragment].counters]
+        tensors = [self._places[index].look_up() for index, _ in self._fragments[fragment].counters]
+        parts = [tensor.reshape(-1).to(torch.int64) for tensor in tensors]
         return torch.cat(parts).numpy() if parts else _NO_COUNTERS
 
     def set_counters(self, fragment: int, values: NDArray[np.int64]) -> None:
         """Set the integer buffers of a fragment."""
         at = 0
         for index, count in self._fragments[fragment].counters:
-            tensor = self._tensors[index].detach()
+            tensor = self._places[index].look_up()
             tensor.copy_(torch.from_numpy(values[at : at + count]).view(tensor.shape))
             at += count
+
+    def frozen_checksums(self) -> dict[str, int]:
+        """CRC32C of each frozen tensor's bytes by its name: they are compared at the start, and never sent."""
+        return {
+            place.spec.name: checksum(place.look_up().reshape(-1).contiguous().view(torch.uint8).numpy())
+            for place in self._frozen
+        }
 
     def _numpy_views(self, fragment: int) -> _Views | None:
         """The segments of a plain float32 fragment as numpy arrays; None if it holds anything else.
 
         Kept, since making them anew costs as much as copying 50 kB; made again if a tensor's storage was exchanged.
         """
-        known = self._views[fragment]
-        if known is not None and known.pointers == [t.data_ptr() for t in known.tensors]:
+        if not self._exact[fragment]:
+            return None
+        tensors = {index: self._places[index].look_up() for index in self._own[fragment]}
+        if not all(t.is_contiguous() for t in tensors.values()):
+            return None
+        known, pointers = self._views[fragment], [t.data_ptr() for t in tensors.values()]
+        if known is not None and known.pointers == pointers:
             return known
         segments = self._fragments[fragment].segments
-        tensors = [self._tensors[s.tensor].detach() for s in segments]
-        if not self._exact[fragment] or not all(t.is_contiguous() for t in tensors):
-            return None
-        arrays = [t.view(-1)[s.start : s.stop].numpy() for t, s in zip(tensors, segments, strict=True)]
-        own = list(dict.fromkeys(s.tensor for s in segments))
-        kept = [self._tensors[index] for index in own]
-        views = _Views(kept, [t.data_ptr() for t in kept], arrays, [s.offset for s in segments])
+        arrays = [tensors[s.tensor].view(-1)[s.start : s.stop].numpy() for s in segments]
+        views = _Views(pointers, arrays, [s.offset for s in segments])
         self._views[fragment] = views
         return views
 
@@ -166,4 +253,4 @@ class Replica:
             first, last = max(s.offset, low), min(end, high)
             if first < last:
                 start = s.start + first - s.offset
-                yield self._tensors[s.tensor].detach(), start, start + last - first, first - low
+                yield self._places[s.tensor].look_up(), start, start + last - first, first - low

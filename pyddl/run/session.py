@@ -17,12 +17,13 @@ import atexit
 import dataclasses
 import json
 import logging
+import multiprocessing
 import os
 import secrets
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -48,6 +49,7 @@ __all__ = ["Session", "init", "serve_as_syncer"]
 log = logging.getLogger(__name__)
 
 _SIGNAL_PATIENCE_S = 5.0  # a learner that was told to end waits so long for the run to end
+_LEAVE_S = 60.0  # to free windows together; nobody has anything else to do then
 _SECTIONS = ("run", "sync", "outer", "timeouts")
 
 
@@ -71,53 +73,55 @@ def init(
     Raises:
         ConfigError: if the configuration or the world's size is wrong.
     """
-    return Session(_resolve(config, sections), task or {})
+    return Session(_resolve(config, task or {}, sections), task or {})
 
 
-def _resolve(config: Config | str | Path | None, sections: Mapping[str, Mapping[str, Any]]) -> Config:
+def _resolve(
+    config: Config | str | Path | None, task: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]]
+) -> Config:
     if config is not None and not isinstance(config, (Config, str, Path)):
         raise ConfigError(f"pyddl.init() takes a Config, the path of a TOML file or nothing; got {config!r}")
-    base = config if isinstance(config, Config) else load_config(config)[0]
-    if not sections:
-        return base
     words = [f"{s}.{k}={v}" for s, values in sections.items() for k, v in values.items()]
-    changed, _ = load_config(None, words)  # names the nearest key of a misspelt one
-    merged = {}
-    for section in _SECTIONS:
-        keys = sections.get(section, {})
-        values = {k: getattr(getattr(changed, section), k) for k in keys}
-        merged[section] = dataclasses.replace(getattr(base, section), **values)
-    return Config(**merged)
+    file = None
+    if isinstance(config, Config):  # settings are checked against one another: only all of them together
+        if not words:
+            return config
+        words = [f"{s}.{k}={v}" for s, values in _as_dict(config).items() for k, v in values.items()] + words
+    else:
+        file = config
+    known = {name: type(section) for name, section in task.items()}
+    return load_config(file, words, sections=known, origin="pyddl.init()")[0]
 
 
 class Session:
     """This process's place in the run; made by :func:`init`."""
 
-    drains: Callable[[], bool] | None = None  # whether this process's learner has seen the end of the run
-
     def __init__(self, config: Config, task: Mapping[str, Any]) -> None:
-        from ..link.world import World
-
+        _require_first_process()
         expected = launcher.expected_tasks(os.environ)
         self.config = config
         self._task_toml = to_toml(task)
-        self.world: World = World(
-            ranks_per_learner=config.run.ranks,
-            num_learners=config.run.learners,
-            group_timeout_s=config.timeouts.group_s,
-        )
+        self._attached = False
+        self.world = _open_world(config.run.ranks, config.run.learners, config.timeouts)
         if self.world.role == "alone":
             if expected is not None and expected > 1:
+                self.world.leave(0, lost=False)
                 raise ConfigError(
                     f"the launcher has started {expected} tasks, and MPI sees a world of 1: the MPI library and the "
                     "launcher do not fit. " + launcher.detect(os.environ).advice
                 )
-            log.warning("this process is alone in its MPI world: it trains without a syncer (start it with mpiexec)")
+            if config.run.resume:
+                self.world.leave(0, lost=False)
+                raise ConfigError(
+                    "run.resume needs a world with a syncer; this process is alone in its MPI world: use mpiexec"
+                )
+            log.warning(
+                "this process is alone in its MPI world: it trains without a syncer, and nothing is written to run.dir "
+                "(start it with mpiexec)"
+            )
         if self.world.role == "syncer":
             serve(config, self.world, self._task_toml)
         atexit.register(_finalize, self.world)
-        if self.world.role == "learner":
-            _wait_for_the_syncer_on_signals()
 
     def attach(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Learner:
         """Connect a model and its optimizer with the run. Collective over all ranks of the world.
@@ -129,25 +133,35 @@ class Session:
             LayoutMismatch: if the model differs from the other learners' or from the run's.
             ConfigError: if the model cannot be fragmented as asked, or is on a device that is not supported.
         """
-        from ..store.trace import Trace
+        from ..store.background import BackgroundTrace
         from .learner import Learner
         from .learner_state import load_learner, save_learner
         from .replica import Replica, tensor_specs
 
         world, config = self.world, self.config
-        specs, tensors = tensor_specs(model)
-        layout = build_layout(specs, num_fragments=config.sync.num_fragments, policy=config.sync.fragmentation)
-        replica = Replica(tensors, layout)
+        if self._attached:
+            raise ConfigError("Session.attach() can be called once, with the whole model; it was called again")
+        self._attached = True
+        layout, replica, failure = None, None, None
+        try:
+            specs = tensor_specs(model)
+            layout = build_layout(specs, num_fragments=config.sync.num_fragments, policy=config.sync.fragmentation)
+            replica = Replica(model, layout)
+        except PyddlError as error:
+            if world.role != "learner":
+                raise
+            failure = error
         learner_id = max(0, world.learner_id)
         link = None
         if world.role == "learner":
-            link = _join(config, world, layout, replica, self._task_toml)
+            link = _join(config, world, layout, replica, failure, self._task_toml)
         folder = Path(config.run.dir) if config.run.dir and world.role == "learner" else None
         first = world.group is None or world.group.rank == 0
-        receipts = Trace(
+        receipts = BackgroundTrace(
             folder / f"receipts-{learner_id}.jsonl" if folder and first else None,
             fields={"role": "learner", "learner_id": learner_id},
         )
+        assert replica is not None  # or the run has been refused
         learner = Learner(
             config,
             model,
@@ -160,36 +174,70 @@ class Session:
             receipts=receipts,
             save=lambda who: save_learner(folder, who),
         )
-        Session.drains = lambda: not learner.running
+        if link is not None:
+            _end_with_the_run_on_signals(learner)
         if config.run.resume and folder is not None:
             load_learner(folder, learner)
         return learner
 
 
-def _join(config: Config, world: World, layout: Layout, replica: Any, task_toml: str) -> Any:
-    """The learner's side of the set-up."""
+def _require_first_process() -> None:
+    """A DataLoader's worker that imports the script again must not start MPI a second time."""
+    if multiprocessing.parent_process() is not None:
+        raise ConfigError(
+            "pyddl.init() must run in the process that the launcher started; this is a worker process that has "
+            'imported the script again: put the script\'s body under if __name__ == "__main__":'
+        )
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError("pyddl.init() must be called in the main thread; it was called in another")
+
+
+def _open_world(ranks: int | None, num_learners: int, timeouts: TimeoutConfig) -> World:
+    from ..link.world import World, deadline
+
+    with deadline(timeouts.setup_s, "all ranks must come into MPI", lambda: "another rank has not come"):
+        return World(ranks_per_learner=ranks, num_learners=num_learners, group_timeout_s=timeouts.group_s)
+
+
+def _join(
+    config: Config, world: World, layout: Layout | None, replica: Any, failure: PyddlError | None, task_toml: str
+) -> Any:
+    """The learner's side of the set-up. A learner that cannot take part says why, and all are refused with that."""
     from ..link.buffers import BufferPool
     from ..link.courier import Courier
-    from ..link.world import setup_deadline
+    from ..link.world import deadline
     from .learner import Link
 
     group, pair = world.group, world.pairs[0]
     assert group is not None
-    with setup_deadline(config.timeouts.setup_s, lambda: "the syncer (rank 0) or another learner has not answered"):
-        fingerprints = group.gather_strings(layout.fingerprint)
+    what = "all ranks must attach"
+    with deadline(config.timeouts.setup_s, what, lambda: "the syncer (rank 0) or another learner has not answered"):
+        frozen = replica.frozen_checksums() if replica else {}
+        mine = json.dumps([layout.fingerprint if layout else f"{failure}", frozen])
+        models = [json.loads(text) for text in group.gather_strings(mine)]
         processes = [json.loads(p) for p in group.gather_strings(json.dumps(describe_self()))]
         group.mates_ended = DeathWatch(processes).ended
-        if len(set(fingerprints)) > 1:
-            raise LayoutMismatch("all ranks of a learner must have the same model; their parameters differ")
+        if any(fingerprint != models[0][0] for fingerprint, _ in models):
+            failure = LayoutMismatch("all ranks of a learner must have the same model; their parameters differ")
+        elif difference := _frozen_difference(
+            [checksums for _, checksums in models], f"rank of learner {world.learner_id}"
+        ):
+            failure = LayoutMismatch(difference)
         if group.rank == 0:
-            hello = {"config": _as_dict(config), "layout": layout.to_json(), "processes": processes, "task": task_toml}
+            hello: dict[str, Any] = {"config": _as_dict(config), "processes": processes, "task": task_toml}
+            if failure is not None:
+                hello |= {"error": str(failure), "kind": type(failure).__name__}
+            elif layout is not None:
+                hello |= {"layout": layout.to_json(), "frozen": frozen}
             pair.send(hello, to=0)
             welcome = json.dumps(pair.receive(source=0))
         else:
             welcome = ""
         answer = json.loads(group.gather_strings(welcome)[0])
         if answer["error"]:
+            world.clean = True  # all ranks of the world are told
             raise _refusal(answer)
+        assert layout is not None
         geometry = Geometry(**answer["geometry"])
         window = pair.open()
         if answer["seed"] and group.rank == 0:
@@ -212,6 +260,7 @@ def _join(config: Config, world: World, layout: Layout, replica: Any, task_toml:
         window,
         geometry,
         layout,
+        learner_id=world.learner_id,
         rank=group.rank,
         gather=group if group.size > 1 else None,
         run_token=answer["run_token"],
@@ -226,7 +275,7 @@ def _join(config: Config, world: World, layout: Layout, replica: Any, task_toml:
         if exit_code:
             world.leave(exit_code, lost=True)
         if not world.lost:
-            with setup_deadline(config.timeouts.setup_s, lambda: "the syncer has not freed its window"):
+            with deadline(_LEAVE_S, "the syncer must leave MPI with its learners", lambda: "it has not"):
                 pair.close()
             world.clean = True
 
@@ -241,6 +290,7 @@ def _join(config: Config, world: World, layout: Layout, replica: Any, task_toml:
         list(answer["versions"]),
         anchors,
         answer["step"],
+        answer["tokens"],
         leave,
     )
 
@@ -253,14 +303,11 @@ def _finalize(world: World) -> None:
 
 def serve_as_syncer(config: Config | None) -> NoReturn:
     """Serve on the synchronizer rank of an MPMD start; the configuration may come from the learners."""
-    from ..link.world import World
-
-    world = World(
-        ranks_per_learner=None if config is None else config.run.ranks,
-        num_learners=0 if config is None else config.run.learners,
-        group_timeout_s=TimeoutConfig().group_s,
-    )
+    run = RunConfig() if config is None else config.run
+    ranks = None if config is None else run.ranks
+    world = _open_world(ranks, run.learners, TimeoutConfig() if config is None else config.timeouts)
     if world.role != "syncer":
+        world.leave(0, lost=False)
         raise ConfigError(
             f"pyddl syncer must be rank 0 of a world with learners; it is rank {world.rank} of {world.size}: "
             "mpiexec -n 1 pyddl syncer : -n N python train.py"
@@ -275,15 +322,17 @@ def serve(config: Config | None, world: World, task_toml: str) -> NoReturn:
         code = _serve(config, world, task_toml)
     except PyddlError as error:
         sys.stderr.write(f"pyddl: {error}\n")
+        error.is_told = True
         code = error.exit_status
-        world.leave(code, lost=True)
+        world.leave(code, lost=not world.clean)
+        raise SystemExit(code) from None
     world.leave(code, lost=world.lost)
     raise SystemExit(code)
 
 
 def _serve(config: Config | None, world: World, task_toml: str) -> int:
     from ..link.port import LearnerPort
-    from ..link.world import ProgressThread, setup_deadline
+    from ..link.world import ProgressThread, deadline
     from ..store.lock import RunLock
     from ..view.progress import open_view
     from .syncer import Syncer, new_global_state, protocol_config
@@ -295,16 +344,21 @@ def _serve(config: Config | None, world: World, task_toml: str) -> int:
         return f"not yet attached: learner {', '.join(gone)}" if gone else "all learners have said hello"
 
     setup_s = config.timeouts.setup_s if config else TimeoutConfig().setup_s
-    with setup_deadline(setup_s, missing):
+    with deadline(setup_s, "all learners must attach", missing):
         hellos = []
         for m, pair in enumerate(world.pairs):
             hellos.append(pair.receive(source=1))
             present.add(m)
         lock: RunLock | None = None
         try:
+            for hello in hellos:
+                if "error" in hello:
+                    raise _refusal(hello)
             config = _agree(config, hellos)
             layout = _common_layout(hellos)
-            folder, lock = _open_folder(config, task_toml or hellos[0]["task"])
+            if difference := _frozen_difference([hello["frozen"] for hello in hellos], "learner"):
+                raise LayoutMismatch(difference)
+            folder, lock = _open_folder(config)
             checkpoint, sentences = _find_checkpoint(config, folder, layout)
             settings = protocol_config(config, layout, world.num_learners)
             if config.sync.quorum > world.num_learners:
@@ -320,11 +374,14 @@ def _serve(config: Config | None, world: World, task_toml: str) -> int:
                 wire=config.sync.wire,
             )
             world.require_memory(geometry.total_bytes * world.num_learners)
+            if folder is not None:
+                _write_config(folder, config, task_toml or hellos[0]["task"])
         except PyddlError as error:
             for pair in world.pairs:
                 pair.send({"error": str(error), "kind": type(error).__name__}, to=1)
             if lock is not None:
                 lock.release()
+            world.clean = True  # everybody is told and leaves
             raise
         protocol = Protocol(settings)
         state = new_global_state(config, layout)
@@ -341,6 +398,7 @@ def _serve(config: Config | None, world: World, task_toml: str) -> int:
                     "run_token": run_token,
                     "seed": m == 0 and checkpoint is None,
                     "step": protocol.step,
+                    "tokens": protocol.tokens().processed,
                     "versions": [f.version for f in protocol.fragments],
                 },
                 to=1,
@@ -387,14 +445,15 @@ def _serve(config: Config | None, world: World, task_toml: str) -> int:
         executor=executor,
         refresh=lock.refresh if lock else None,
     )
+    syncer.ends_apart = launcher.detect(os.environ).survives is True
     _catch_signals(syncer)
     guard.protect()
     reason = syncer.serve()
     progress.end()
     executor.shutdown(wait=False)
-    world.lost = syncer.num_lost > 0 or syncer.num_silent > 0
-    if not world.lost:
-        with setup_deadline(config.timeouts.setup_s, lambda: "a learner has not freed its window"):
+    world.lost = syncer.after_loss
+    if not world.lost:  # what the learners were told: each frees its window with us
+        with deadline(_LEAVE_S, "all learners must leave MPI together", lambda: "one has not"):
             for pair in world.pairs:
                 pair.close()
     if lock is not None:
@@ -452,8 +511,29 @@ def _common_layout(hellos: list[dict[str, Any]]) -> Layout:
     return layouts[0]
 
 
-def _open_folder(config: Config, task_toml: str) -> tuple[Path | None, Any]:
-    """Create and lock the run's folder, write its configuration."""
+def _frozen_difference(checksums: list[dict[str, int]], whose: str) -> str:
+    """In which frozen tensors some differ from the first, as a sentence; empty if in none.
+
+    Nothing of a frozen tensor is ever sent, so with others the same Theta would be another model.
+
+    Args:
+        checksums: by name, of each learner or of each rank; the layouts, and so the names, are equal.
+        whose: what each one belongs to, such as "learner".
+    """
+    first = checksums[0]
+    names = [name for name in first if any(other[name] != first[name] for other in checksums)]
+    if not names:
+        return ""
+    few = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    those = ", ".join(str(i) for i, other in enumerate(checksums) if other != first)
+    return (
+        f"frozen tensors must be equal everywhere, since they are never sent; {few} of {whose} {those} differ from "
+        f"those of {whose} 0: load the same values everywhere (or set the same seed before the model is made)"
+    )
+
+
+def _open_folder(config: Config) -> tuple[Path | None, Any]:
+    """Create and lock the run's folder."""
     from ..store.checkpoint import list_checkpoints
     from ..store.lock import RunLock
 
@@ -472,9 +552,18 @@ def _open_folder(config: Config, task_toml: str) -> tuple[Path | None, Any]:
             f"run.dir must be a folder without a run, or run.resume be set; {folder} holds checkpoints: "
             "resume it (run.resume=true) or choose another folder"
         )
-    text = to_toml({s: getattr(config, s) for s in _SECTIONS}) + task_toml
-    (folder / "config.toml").write_text(text, encoding="utf-8")
     return folder, lock
+
+
+def _write_config(folder: Path, config: Config, task_toml: str) -> None:
+    from ..store.files import replacing
+
+    text = to_toml({s: getattr(config, s) for s in _SECTIONS}) + task_toml
+    try:
+        with replacing(folder / "config.toml") as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"run.dir must be a folder that can be written; {folder}: {error.strerror}") from None
 
 
 def _find_checkpoint(config: Config, folder: Path | None, layout: Layout) -> tuple[Any, list[str]]:
@@ -502,17 +591,18 @@ def _catch_signals(syncer: Any) -> None:
         signal.signal(number, stop)
 
 
-def _wait_for_the_syncer_on_signals() -> None:
-    """Ctrl-C or a launcher's SIGTERM reaches every rank; a learner ends by its board, or by itself when that is slow.
+def _end_with_the_run_on_signals(learner: Learner) -> None:
+    """Ctrl-C or a launcher's SIGTERM reaches every rank: the learner goes on until its board says that the run ends.
 
-    A second signal, or the same one to this learner alone, ends it.
+    Where the board says nothing for five seconds the signal was meant for this learner alone, and ends it; so does a
+    second one.
     """
 
     def note(number: int, _frame: object) -> None:
         signal.signal(number, signal.SIG_DFL)
 
         def end() -> None:
-            if Session.drains is None or not Session.drains():
+            if not learner.sees_the_end():
                 os.kill(os.getpid(), number)
 
         timer = threading.Timer(_SIGNAL_PATIENCE_S, end)
@@ -526,4 +616,5 @@ def _wait_for_the_syncer_on_signals() -> None:
 def _refusal(answer: dict[str, Any]) -> PyddlError:
     kinds = {c.__name__: c for c in (ConfigError, LayoutMismatch, CheckpointError, TransportError)}
     error: PyddlError = kinds.get(answer["kind"], PyddlError)(answer["error"])
+    error.is_told = True  # by the syncer
     return error

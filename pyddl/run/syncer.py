@@ -38,8 +38,8 @@ from ..link.mailbox import (
     pack,
 )
 from ..link.port import Contribution, LearnerPort, Published, Reading
+from ..store.background import BackgroundTrace
 from ..store.checkpoint import Checkpoint, FragmentState, write_checkpoint
-from ..store.trace import Trace
 from .processes import DeathWatch
 
 __all__ = ["Syncer", "View", "new_global_state", "protocol_config"]
@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.001
 _BEAT_S = 0.01
 _SAMPLE_S = 1.0  # between two lines of progress in the trace
+_ORDINARY_CAUSES = frozenset(("late", "too few learners"))  # of refusals: part of every run with slow learners
+_LINGER_S = 0.3  # after everybody has left
 _LEAVE_S = 10.0  # for the learners to take the last fragments and go
 
 
@@ -66,6 +68,7 @@ def protocol_config(config: Config, layout: Layout, num_learners: int) -> Protoc
         max_steps=config.run.max_steps,
         max_tokens=config.run.max_tokens,
         drain_s=config.timeouts.drain_s,
+        give_up_s=config.timeouts.syncer_s,
         checkpoint_every_merges=config.run.checkpoint_every_merges,
         lockstep_steps=config.sync.lockstep_steps,
     )
@@ -115,7 +118,8 @@ class _Learner:
     moved_s: float = 0.0  # when it last made a step
     max_gap_s: float = 0.0  # longest time between two steps since the last sample
     verified: dict[int, Contribution] = field(default_factory=dict)  # round -> contribution
-    refused: set[int] = field(default_factory=set)  # rounds already answered "not merged"
+    undecided: dict[int, int] = field(default_factory=dict)  # round -> line on which it was answered
+    causes_said: set[str] = field(default_factory=set)  # refusals that a person was told of
 
 
 class Syncer:
@@ -153,6 +157,7 @@ class Syncer:
         self.state = state
         self.protocol = protocol
         self.num_lost = 0
+        self.after_loss = False  # what all learners were told at the end: nothing of MPI is to be freed
         self.num_in_last_merge = 0
         self.started_s = time.monotonic()
         self.outcome = ""
@@ -160,27 +165,32 @@ class Syncer:
         self._folder = folder
         self._set_busy = set_busy
         self._refresh = refresh
+        self._refreshed: Future[object] | None = None
         self._copier = executor
         self._merger = ThreadPoolExecutor(1, "pyddl-merge")
         self._writer = ThreadPoolExecutor(1, "pyddl-checkpoint")
-        self._trace = Trace(folder / "events.jsonl" if folder else None, fields={"role": "syncer"})
+        self._trace = BackgroundTrace(folder / "events.jsonl" if folder else None, fields={"role": "syncer"})
         now = time.monotonic()
         self.learners = {m: _Learner(port, watch, now, moved_s=now) for m, (port, watch) in sorted(ports.items())}
         num_slots = next(iter(self.learners.values())).port.geometry.num_slots
         self._free_lines = list(range(num_slots))
         self._lines: dict[int, int] = {}  # open round -> line
-        self._past_lines: dict[int, int] = {}  # closed round -> line it had, for late answers
+        self._ended_lines: dict[int, int] = {}  # the same of rounds that the last event has ended
         self._published: dict[int, Published] = {}
         self._steps = {p: protocol.step for p in range(len(layout.fragments))}
         self._merges: dict[int, Future[StepResult]] = {}
         self._verifications: list[tuple[_Learner, int, Future[Contribution]]] = []
         self._checkpoint: Future[Path] | None = None
+        self._unreported: list[Future[Path]] = []
         self._beats = 0
         self._next_beat_s = 0.0
         self._next_sample_s = 0.0
         self._status = ""
         self._stop: str | None = None
         self._leaving = False
+        # Where a death is survivable it may come in the last moment, too, when others wait for the dead in a
+        # collective operation: then everybody leaves as after a loss, without one.
+        self.ends_apart = False
 
     @property
     def num_silent(self) -> int:
@@ -190,7 +200,7 @@ class Syncer:
     @property
     def ended_well(self) -> bool:
         """Whether the run came to its end, and did not just run out of learners."""
-        return self.protocol.step > 0 and self.outcome != "no learner is left"
+        return self.protocol.step > 0 and not self.outcome.startswith("no learner is left")
 
     def request_stop(self, reason: str) -> None:
         """End the run in good order; safe to call from a signal handler."""
@@ -256,10 +266,11 @@ class Syncer:
         if reading.beating:
             learner.last_beat_s = now
         progress = (reading.step, reading.num_steps, reading.tokens)
-        if progress != learner.progress or (learner.silent and reading.beating):
-            if learner.silent:
-                learner.silent = False
-                self._view.say(f"learner {m} is back")
+        if learner.silent and reading.beating:  # every rank of it beats again: one that only steps is not whole
+            learner.silent = False
+            self._view.say(f"learner {m} is back")
+            self._tell(ev.Progress(m, incarnation, *progress), now)
+        if progress != learner.progress and not learner.silent:
             if progress[1] != learner.progress[1]:
                 learner.max_gap_s = max(learner.max_gap_s, now - learner.moved_s)
                 learner.moved_s = now
@@ -270,10 +281,12 @@ class Syncer:
             learner.done = True
             self._tell(ev.LearnerDone(m, incarnation), now)
         learner.left = learner.left or reading.state == LEFT
-        for _line, round_id, declined in reading.answers:
+        for line, round_id, declined in reading.answers:
+            if not declined:
+                learner.undecided[round_id] = line
             self._tell(ev.Announced(m, incarnation, round_id, declined), now)
         for line, round_id in reading.commits:
-            if round_id not in learner.refused:
+            if round_id in learner.undecided:
                 future = self._copier.submit(learner.port.verify, line, round_id)
                 self._verifications.append((learner, round_id, future))
 
@@ -283,8 +296,8 @@ class Syncer:
             if not future.done():
                 waiting.append((learner, round_id, future))
                 continue
-            if round_id in learner.refused:
-                continue  # its slot may be in use again
+            if round_id not in learner.undecided:
+                continue  # refused meanwhile: its slot may be in use again
             port = learner.port
             try:
                 contribution = future.result()
@@ -313,7 +326,14 @@ class Syncer:
             if not future.done():
                 continue
             del self._merges[round_id]
-            result = future.result()
+            try:
+                result = future.result()
+            except Exception as error:  # out of memory, say: that merge fails, the run goes on
+                log.exception("the merge of round %d failed", round_id)
+                inputs = self.protocol.rounds[round_id].arrived
+                failed = tuple((m, f"the merge failed: {error}") for m in sorted(inputs))
+                self._tell(ev.MergeDone(round_id, failed), now)
+                continue
             self.state.commit(result)
             report = result.report
             norms = {} if report is None else {"norms": report.norms.tolist(), "merged_norm": report.merged_norm}
@@ -322,6 +342,9 @@ class Syncer:
     def _pump(self, now: float) -> None:
         for learner in self._present():
             learner.port.downlink.pump(self._newest)
+        self._beat(now)
+
+    def _beat(self, now: float) -> None:
         if now >= self._next_beat_s:
             self._next_beat_s = now + _BEAT_S
             self._beats += 1
@@ -333,7 +356,7 @@ class Syncer:
     def _write_boards(self) -> None:
         phase = {"running": RUNNING, "draining": DRAINING, "finished": DRAINING}[self.protocol.phase]
         if self._leaving:
-            phase = FINISHED_AFTER_LOSS if self.num_lost else FINISHED
+            phase = FINISHED_AFTER_LOSS if self.after_loss else FINISHED
         tokens = self.protocol.processed_tokens
         for learner in self._present():
             learner.port.write_board(
@@ -354,8 +377,12 @@ class Syncer:
                 x.max_gap_s = 0.0
                 step, num_steps, tokens = x.progress
                 learners[m] = {"step": step, "num_steps": num_steps, "tokens": tokens, "loss": x.loss, "max_gap_s": gap}
-        if self._refresh is not None:
-            self._refresh()
+        if self._refresh is not None and (self._refreshed is None or self._refreshed.done()):
+            if self._refreshed is not None and (error := self._refreshed.exception()) is not None:
+                self._refresh = None  # another host has taken the folder over
+                self.request_stop(str(error))
+            else:
+                self._refreshed = self._writer.submit(self._refresh)
         self._trace.write("Sample", step=self.protocol.step, learners=learners)
         status = self.protocol.status()
         if status != self._status:
@@ -376,12 +403,10 @@ class Syncer:
             self._actions[type(action)](self, action)
 
     def _free_ended_lines(self) -> None:
-        for round_id in [r for r in self._lines if r not in self.protocol.rounds]:
-            line = self._lines.pop(round_id)
-            self._past_lines[round_id] = line
+        self._ended_lines = {r: line for r, line in self._lines.items() if r not in self.protocol.rounds}
+        for round_id, line in self._ended_lines.items():
+            del self._lines[round_id]
             self._free_lines.append(line)
-            if len(self._past_lines) > 1024:
-                del self._past_lines[next(iter(self._past_lines))]
             for learner in self.learners.values():
                 learner.verified.pop(round_id, None)
 
@@ -396,8 +421,9 @@ class Syncer:
             learner.port.ask(line, pack(a.round, a.fragment, a.base_version))
 
     def _close(self, a: ev.CloseRound) -> None:
+        line = self._lines[a.round] if a.round in self._lines else self._ended_lines[a.round]
         for learner in self._present():
-            learner.port.ask(self._line_of(a.round), 0)
+            learner.port.ask(line, 0)
 
     def _merge(self, a: ev.Merge) -> None:
         inputs = []
@@ -415,7 +441,7 @@ class Syncer:
                 learner.port.downlink.contains[a.fragment] = a.round
             learner.port.downlink.offer(a.fragment)
         for m in a.merged:
-            self.learners[m].port.resolve(self._lines.get(a.round, self._past_lines.get(a.round, 0)), a.round, MERGED)
+            self._resolve(self.learners[m], a.round, MERGED)
 
     def _newest(self, fragment: int) -> Published:
         """The present version of a fragment, as it goes to every learner."""
@@ -428,13 +454,16 @@ class Syncer:
 
     def _reject(self, a: ev.Reject) -> None:
         learner = self.learners[a.learner_id]
-        if (a.round not in self._lines and a.round not in self._past_lines) or a.round in learner.refused:
-            return  # nonsense progress, a round that was never asked, or one that was answered already
-        learner.refused.add(a.round)
-        learner.port.resolve(self._line_of(a.round), a.round, NOT_MERGED)
+        if a.cause not in _ORDINARY_CAUSES and a.cause not in learner.causes_said:
+            learner.causes_said.add(a.cause)
+            self._view.say(f"learner {a.learner_id}: a contribution is refused ({a.cause}): {a.reason}")
+        self._resolve(learner, a.round, NOT_MERGED)
 
-    def _line_of(self, round_id: int) -> int:
-        return self._lines[round_id] if round_id in self._lines else self._past_lines[round_id]
+    def _resolve(self, learner: _Learner, round_id: int, outcome: int) -> None:
+        """Tell a learner what became of its answer, on the line on which it came; once, however late."""
+        line = learner.undecided.pop(round_id, None)
+        if line is not None:
+            learner.port.resolve(line, round_id, outcome)
 
     def _stop_at(self, a: ev.StopAt) -> None:
         self._write_boards()
@@ -446,10 +475,11 @@ class Syncer:
         """Start to write the present state beside the work; a failure is a warning, never the end of training."""
         if self._folder is None:
             return
-        if self._checkpoint is not None and not self._checkpoint.done():
+        if self._checkpoint is not None and not self._checkpoint.done() and self.protocol.phase != "finished":
             self._view.say("the last checkpoint is still being written; this one is left out")
             return
-        self._report_checkpoint()
+        if self.protocol.phase != "finished":
+            self._report_checkpoint()
         versions = self.state.versions()
         checkpoint = Checkpoint(
             step=a.step,
@@ -460,18 +490,25 @@ class Syncer:
             meta={"reason": a.reason},
         )
         keep = self.config.run.keep_checkpoints
-        self._checkpoint = self._writer.submit(write_checkpoint, self._folder, checkpoint, keep=keep)
+        before, self._checkpoint = (
+            self._checkpoint,
+            self._writer.submit(write_checkpoint, self._folder, checkpoint, keep=keep),
+        )
+        if before is not None:  # the last one of a run waits for the one that is being written
+            self._unreported.append(before)
 
-    def _report_checkpoint(self, timeout_s: float | None = 0) -> None:
-        if self._checkpoint is None:
-            return
-        try:
-            path = self._checkpoint.result(timeout_s)
-            self._trace.write("CheckpointWritten", path=path.name)
-        except CheckpointError as error:
-            self._trace.write("CheckpointFailed", reason=str(error))
-            self._view.say(f"warning: {error}; training goes on")
-        self._checkpoint = None
+    def _report_checkpoint(self) -> None:
+        """Note how the checkpoints that are written by now have ended."""
+        if self._checkpoint is not None and self._checkpoint.done():
+            self._unreported.append(self._checkpoint)
+            self._checkpoint = None
+        for future in [f for f in self._unreported if f.done()]:
+            self._unreported.remove(future)
+            try:
+                self._trace.write("CheckpointWritten", path=future.result().name)
+            except CheckpointError as error:
+                self._trace.write("CheckpointFailed", reason=str(error))
+                self._view.say(f"warning: {error}; training goes on")
 
     _actions: ClassVar[dict[type[ev.Action], Callable[[Syncer, Any], None]]] = {
         ev.OpenRound: _open,
@@ -487,30 +524,39 @@ class Syncer:
     # -------------------------------------------------------------------------------------------------- the end
 
     def _leave(self) -> None:
-        """Let the learners take the last fragments, write the last checkpoint, say goodbye."""
+        """Let the learners take the last fragments and go; see the last checkpoint written.
+
+        The syncer beats on meanwhile, so that nobody takes a long write for its end. What the learners are told decides
+        how everybody leaves MPI (after_loss).
+        """
         deadline = time.monotonic() + _LEAVE_S
-        while time.monotonic() < deadline:
-            now = time.monotonic()
-            if all(x.port.downlink.idle or x.silent for x in self._present()):
-                break
-            self._settle(now)
-        self._report_checkpoint(None)
+        while time.monotonic() < deadline and not all(x.port.downlink.idle or x.silent for x in self._present()):
+            self._settle()
         self._sample()
+        self.after_loss = bool(self.num_lost or self.num_silent or self.ends_apart)
         self._leaving = True
         self._write_boards()  # learners leave close()
+        deadline = time.monotonic() + _LEAVE_S
         while time.monotonic() < deadline and not all(x.left or x.silent for x in self._present()):
-            self._settle(time.monotonic())
+            self._settle()
+        # Their last word has arrived, but they do not know it yet: an answer to their last read of the board tells them.
+        deadline = time.monotonic() + _LINGER_S
+        while self._checkpoint is not None or self._unreported or time.monotonic() < deadline:
+            self._settle()
+            self._report_checkpoint()
         for pool in (self._merger, self._writer):
             pool.shutdown(wait=False)
         self._trace.write("Result", **self.result())
         self._trace.close()
         self._view.close()
 
-    def _settle(self, now: float) -> None:
+    def _settle(self) -> None:
+        now = time.monotonic()
         for m, learner in self.learners.items():
             if not learner.lost:
                 self._look_at(m, learner, now)
                 learner.port.downlink.pump(self._newest)
+        self._beat(now)
         time.sleep(_POLL_S)
 
     def result(self) -> dict[str, Any]:

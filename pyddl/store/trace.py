@@ -98,13 +98,16 @@ class Trace:
             **fields: JSON values, numpy scalars and arrays, dataclasses, enums, paths. NaN and infinities
                 become the strings "nan", "inf" and "-inf", which ``float`` reads back.
         """
+        with self._lock:
+            # The clock is read under the lock, so that time_s never falls from one line to the next.
+            self._write_at(self._time_s(), kind, fields)
+
+    def _write_at(self, time_s: float, kind: str, fields: dict[str, Any]) -> None:
         if self.path is None:
             return
         if "time_s" in fields:
             raise TypeError("time_s is set by the trace itself; give your own time another name")
         with self._lock:
-            # The clock is read under the lock, so that time_s never falls from one line to the next.
-            time_s = self._time_s()
             self._append(_encode({"kind": kind, "time_s": time_s, **fields}), time_s)
 
     def close(self) -> None:

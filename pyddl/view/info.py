@@ -16,6 +16,7 @@ from rich.table import Table
 
 from ..config import Config
 from ..core import kernels
+from ..core.rounds import ProtocolConfig
 from ..link.mailbox import WIRE_BYTES
 from ..run import launcher
 
@@ -68,9 +69,14 @@ def plan(config: Config, num_parameters: int, num_learners: int, step_s: float) 
     """
     num_fragments = config.sync.num_fragments or 24
     fragment = math.ceil(num_parameters / num_fragments)
-    interval = config.interval.intervals_steps[-1]
-    in_flight = config.sync.in_flight or max(2, math.ceil(num_fragments * config.sync.tau_steps / interval))
-    slots = min(num_fragments, in_flight)
+    interval = config.interval.shortest_steps
+    slots = ProtocolConfig(
+        num_fragments=num_fragments,
+        num_learners=num_learners,
+        interval=config.interval,
+        tau_steps=config.sync.tau_steps,
+        in_flight=config.sync.in_flight,
+    ).max_in_flight
     wire = fragment * WIRE_BYTES[config.sync.wire]
     copies = 1 + (config.outer.optimizer == "nesterov") + (0.5 if config.sync.wire == "bf16" else 0)
     rate = num_fragments / (interval * step_s)  # fragments per second, each way

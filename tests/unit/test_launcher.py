@@ -38,6 +38,7 @@ def test_detect_hydra_without_guard_advises_it():
     ("environ", "ancestors", "word"),
     [
         (HYDRA, ("hydra_pmi_proxy", "mpiexec -disable-auto-cleanup -n 5 x"), "-disable-auto-cleanup"),
+        ({**HYDRA, "MPIR_CVAR_CH4_NETMOD": "ofi"}, (), "FI_PROVIDER=tcp"),
         ({**HYDRA, "MPIR_CVAR_PMI_VERSION": "2"}, (), "MPIR_CVAR_PMI_VERSION"),
         ({k: v for k, v in HYDRA.items() if k != "PMI_FD"}, (), "-pmi-port"),
     ],

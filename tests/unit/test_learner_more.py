@@ -1,0 +1,121 @@
+"""What a learner leaves in its pool and on its tape."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_learner import LR, Desk
+
+from pyddl.errors import ConfigError
+from pyddl.link.mailbox import FINISHED, MERGED, NOT_MERGED
+from pyddl.store.trace import read_trace
+
+
+def test_learner_rebase_push_seen_from_a_new_anchor_lies_in_a_buffer_of_the_pool():
+    """Each fresh array would be new pages from the kernel, and lie in the pool under a size that nobody asks for."""
+    desk = Desk("sync.receipt=rebase", slots=3)
+    pool = desk.box.pool
+    r = desk.ask()
+    desk.train()
+    desk.contribution(r)
+    held = desk.learner._held[0]
+    before = held.push.snapshot
+    taken: list[np.ndarray] = []
+    take, give = pool.take, pool.give
+    given: list[np.ndarray] = []
+    pool.take = lambda n: taken.append(take(n)) or taken[-1]  # type: ignore[method-assign]
+    pool.give = lambda buffer: given.append(buffer) or give(buffer)  # type: ignore[method-assign]
+    desk.publish(1, 5.0)  # made without this learner's push
+    desk.train()
+    assert held.version == 1
+    assert held.push is not None
+    assert any(held.push.snapshot is buffer for buffer in taken)
+    assert any(buffer is before for buffer in given), "the old one is free again: it has been encoded"
+    assert held.push.snapshot.tolist() == [5 - LR], "what was pushed, seen from the new anchor"
+    desk.box.port.resolve(0, r, NOT_MERGED)
+    desk.train()
+    r = desk.ask(base=1, line=1)
+    desk.train()
+    assert desk.contribution(r).floats.tolist() == [4 * LR]
+
+
+def test_learner_rebase_push_that_is_not_yet_encoded_keeps_its_buffer_when_a_receipt_comes():
+    desk = Desk("sync.receipt=rebase", slots=3)
+    desk.publish(1, 5.0)  # it is held, and applied at the next boundary but one
+    courier = desk.box.couriers[0]
+    arrivals = courier.arrivals(9)
+    courier.taken(arrivals)
+    desk.ask()
+    desk.box.turns(8)
+    for w in desk.model.w:
+        w.grad = w.detach() * 0 + 1
+    desk.optimizer.step()
+    desk.learner.step(tokens=1)
+    held = desk.learner._held[0]
+    before = held.push.snapshot
+    assert not held.push.encoded, "the link thread has had no turn"
+    given: list[np.ndarray] = []
+    give = desk.box.pool.give
+    desk.box.pool.give = lambda buffer: given.append(buffer) or give(buffer)  # type: ignore[method-assign]
+    courier._arrivals.extend(arrivals)
+    desk.learner.step(tokens=1)
+    assert held.version == 1
+    assert not any(np.shares_memory(buffer, before) for buffer in given)
+    answers, complete = desk.look()
+    assert list(answers) == [1]
+    assert complete[1].floats.tolist() == [LR], "what was sent is what was learnt from the old anchor"
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_learner_tape_ends_with_the_figures_of_the_link(failed: bool, tmp_path: Path):
+    desk = Desk("timeouts.syncer_s=0.05", receipts=tmp_path / "receipts.jsonl")
+    desk.train(1)
+    courier = desk.box.couriers[0]
+    courier.num_damaged, courier.num_stalls = 2, 3
+    if failed:
+        courier.failure = OSError("the network card is gone")
+        with pytest.raises(SystemExit):
+            desk.learner.close()  # nobody hears the syncer any more
+        assert desk.left == [(75, True)]
+    else:
+        desk.box.beat(phase=FINISHED)
+        desk.box.turns(8)
+        courier.end = lambda timeout_s: True  # type: ignore[method-assign]
+        desk.learner.close()
+    last = list(read_trace(tmp_path / "receipts.jsonl"))[-1]
+    assert last["kind"] == "LinkFigures"
+    assert (last["num_damaged"], last["num_stalls"]) == (2, 3)
+    assert last["failure"] == ("OSError('the network card is gone')" if failed else None)
+
+
+def test_learner_messages_say_whose_they_are(caplog: pytest.LogCaptureFixture):
+    desk = Desk("timeouts.syncer_s=0.05")
+    with pytest.raises(SystemExit), caplog.at_level(logging.WARNING):
+        desk.learner.close()
+    assert [r.getMessage().split(": ")[0] for r in caplog.records] == ["learner 3 rank 0"]
+
+
+def test_learner_model_that_was_converted_after_attach_ends_the_step_with_a_sentence():
+    desk = Desk()
+    desk.train(1)
+    desk.model.half()
+    r = desk.ask()
+    desk.box.turns(8)
+    with pytest.raises(ConfigError, match=r"w\.0 was float32 \[1\] on cpu and is now float16"):
+        desk.learner.step(tokens=1)
+    assert desk.nothing(), f"round {r} is not answered with wrong numbers"
+
+
+def test_learner_merged_push_frees_its_buffers_for_the_next():
+    desk = Desk("sync.receipt=rebase")
+    for version in range(1, 6):
+        r = desk.ask(base=version - 1)
+        desk.train()
+        desk.contribution(r)
+        desk.box.port.resolve(0, r, MERGED)
+        desk.publish(version, 5.0, contains=r)
+        desk.train()
+    assert sum(map(len, desk.box.pool._free.values())) >= 1
