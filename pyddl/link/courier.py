@@ -82,7 +82,7 @@ class RemoteWindow(Protocol):
         ...
 
     def flush(self) -> None:
-        """Complete everything at the target. Blocks: only call it when the target has just answered."""
+        """Settle what was started before the read that was answered just now, and has arrived by that. Never blocks."""
         ...
 
 
@@ -283,8 +283,8 @@ class Courier(threading.Thread):
         while True:
             self._pings += 1
             ping = self._pings
-            # A Flush must find nothing to wait for but what this ping's answer vouches for: if the syncer stops in
-            # between, it holds MPI's lock, and the training thread with it. So nothing new is started until then.
+            # The answer vouches for what was started before the ping, so nothing new is started until it is there. (A
+            # Flush of MPI's would wait for the target: if that stops just then, the training thread stands still.)
             is_quiet = self._moving == 0
             self._settling = is_quiet and self._unflushed
             pending = self._window.get(0, into)

@@ -7,7 +7,7 @@ A mailbox lies in the syncer's memory. The learner writes the *up* part with one
 part with local stores. Only single aligned 8-byte words are taken as untorn, so what belongs together is one word or
 lies in a header covered by a checksum, and each word has exactly one writer:
 
-    down board   heartbeat, clock, stop, phase, tokens, limit | S round words | S outcome words | S down-commit words
+    down board   heartbeat, clock, stop, phase, tokens, limit, checkpoint | S rounds | S outcomes | S down commits
     up board     state, steps, tokens, loss | G heartbeats | S announcements | S x G commits | S x G acknowledgements
     S up slots   header, counters, floats (outer gradient)     S down slots   header, counters, floats (Theta_p)
 
@@ -56,7 +56,7 @@ ANNOUNCED, DECLINED = 1, 2
 MERGED, NOT_MERGED = 1, 2
 TRAINING, CLOSING, LEFT = 1, 2, 3
 RUNNING, DRAINING, FINISHED, FINISHED_AFTER_LOSS = 0, 1, 2, 3
-DOWN_WORDS = 6  # heartbeat, clock, stop, phase, tokens, limit
+DOWN_WORDS = 7  # heartbeat, clock, stop, phase, tokens, limit, checkpoint
 UP_WORDS = 4  # state, steps (t_m 32 | inner steps made 32), tokens, loss
 STATE, STEPS, TOKENS, LOSS = range(UP_WORDS)
 WIRE_BYTES = {"f32": 4, "bf16": 2}
@@ -211,6 +211,7 @@ class Board:
     phase: int
     tokens: int
     limit_step: int | None
+    checkpoint_step: int | None  # of the newest checkpoint that the syncer has begun
     rounds: tuple[int, ...]
     outcomes: tuple[int, ...]
     down_commits: tuple[int, ...]
@@ -220,8 +221,9 @@ class Board:
         """Interpret ``[down_board_words]`` uint64."""
         values = words.tolist()
         lists = [tuple(values[DOWN_WORDS + i * num_slots : DOWN_WORDS + (i + 1) * num_slots]) for i in range(3)]
-        heartbeat, step, stop, phase, tokens, limit = values[:DOWN_WORDS]
-        return cls(heartbeat, step, stop - 1 if stop else None, phase, tokens, limit - 1 if limit else None, *lists)
+        heartbeat, step, stop, phase, tokens, limit, checkpoint = values[:DOWN_WORDS]
+        optional = (stop - 1 if stop else None, limit - 1 if limit else None, checkpoint - 1 if checkpoint else None)
+        return cls(heartbeat, step, optional[0], phase, tokens, optional[1], optional[2], *lists)
 
 
 _UP_FIELDS = (

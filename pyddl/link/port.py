@@ -234,13 +234,14 @@ class LearnerPort:
         phase: int,
         tokens: int,
         limit_step: int | None,
+        checkpoint_step: int | None = None,
     ) -> None:
-        """Write the plain words of the down board; the heartbeat last, since it says that the others are there."""
-        stop, limit = (0 if x is None else x + 1 for x in (stop_step, limit_step))
-        words = (heartbeat, step, stop, phase, tokens, limit)
+        """Write the plain words of the down board."""
+        stop, limit, checkpoint = (0 if x is None else x + 1 for x in (stop_step, limit_step, checkpoint_step))
+        words = (heartbeat, step, stop, phase, tokens, limit, checkpoint)
         assert len(words) == DOWN_WORDS
-        for index in reversed(range(DOWN_WORDS)):
-            store_word(self.memory, self.geometry.down_word(index), words[index])
+        for index, value in enumerate(words):
+            store_word(self.memory, self.geometry.down_word(index), value)
 
 
 class Downlink:

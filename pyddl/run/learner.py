@@ -135,6 +135,7 @@ class Learner:
         num_ranks: int,
         receipts: Trace,
         save: Callable[[Learner], None],
+        save_beside: Callable[[Learner], None] | None = None,
     ) -> None:
         self.learner_id = learner_id
         self.num_learners = num_learners
@@ -153,12 +154,14 @@ class Learner:
         self._link = link
         self._receipts = receipts
         self._save = save
+        self._save_beside = save_beside  # beside training, with each checkpoint of the syncer
         self._board: Board | None = None
         self._held = [_Held(v, a) for v, a in zip(link.versions, link.anchors, strict=True)] if link else []
         self._wants_tokens: list[Callable[[int], None]] = []
         self._order: tuple[Any, Any, NDArray[np.int64], NDArray[np.uint64]] | None = None
         self._pushed: dict[int, _Held] = {}  # slots that hold a push of unknown outcome, and of which fragment
         self._declined: dict[int, int] = {}  # line -> round that was declined last
+        self._saved_step: int | None = None  # checkpoint of the syncer beside which the state was saved
         self._stopped = False
         self._closed = False
         self._wants_to_leave = False  # this rank has waited long enough; rank 0's word counts, and all follow it
@@ -413,6 +416,10 @@ class Learner:
         for line, word in enumerate(board.rounds):
             if word:
                 self._answer(link, line, word)
+        if board.checkpoint_step is not None and board.checkpoint_step != self._saved_step:
+            self._saved_step = board.checkpoint_step
+            if self._save_beside is not None:
+                self._save_beside(self)
         stop = board.stop_step
         self._stopped = board.phase != RUNNING or (stop is not None and self.step_count >= stop)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ __all__ = ["load_learner", "save_learner"]
 
 log = logging.getLogger(__name__)
 
+_writers: dict[Path, threading.Thread] = {}  # the file that is being written beside training -> by whom
 _FEW_STEPS = 8  # a learner saves at its next boundary, by when the clock of the others has moved on
 _NEEDS_BUFFERS = ("amsgrad", "centered", "momentum")  # settings under which an optimizer keeps a buffer more
 
@@ -34,10 +36,22 @@ def _path(folder: Path, learner: Learner) -> Path:
     return folder / f"learner-{learner.learner_id}{rank}.h5"
 
 
-def save_learner(folder: Path | None, learner: Learner) -> None:
-    """Write the learner's state; a failure is a warning, since the run's state is the syncer's."""
+def save_learner(folder: Path | None, learner: Learner, *, beside: bool = False) -> None:
+    """Write the learner's state; a failure is a warning, since the run's state is the syncer's.
+
+    Args:
+        folder: of the run; None: nothing is written.
+        learner: at a step boundary.
+        beside: take a copy and write it in a thread, beside training; left out while the last one is being written.
+    """
     if folder is None:
         return
+    path = _path(folder, learner)
+    writer = _writers.get(path)
+    if writer is not None and writer.is_alive():
+        if beside:
+            return
+        writer.join()  # bounded by the file system; the newer state must be the last
     arrays: dict[str, NDArray[Any]] = {"rng/torch": torch.get_rng_state().numpy()}
     meta: dict[str, Any] = {
         "num_steps": learner.num_steps,
@@ -49,8 +63,22 @@ def save_learner(folder: Path | None, learner: Learner) -> None:
         if learner.rank == 0:  # the optimizer's state is equal on all ranks
             meta["optimizer"] = _flatten(learner.optimizer.state_dict(), "optimizer", arrays)
             meta["optimizer_kind"], meta["optimizer_shapes"] = _describe(learner.optimizer)
-        write_learner_state(_path(folder, learner), arrays, meta)
-    except (CheckpointError, TypeError, ValueError) as error:  # the latter: a state that is no tensors and numbers
+    except (TypeError, ValueError) as error:  # a state that is no tensors and numbers
+        log.warning("%s; the learner's optimizer state is not saved", error)
+        return
+    if not beside:
+        _write(path, arrays, meta)
+        return
+    copies = {name: array.copy() for name, array in arrays.items()}  # the next step changes the originals
+    writer = threading.Thread(target=_write, args=(path, copies, meta), name="pyddl-save", daemon=True)
+    _writers[path] = writer
+    writer.start()
+
+
+def _write(path: Path, arrays: dict[str, NDArray[Any]], meta: dict[str, Any]) -> None:
+    try:
+        write_learner_state(path, arrays, meta)
+    except CheckpointError as error:
         log.warning("%s; the learner's optimizer state is not saved", error)
 
 

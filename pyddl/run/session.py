@@ -173,6 +173,7 @@ class Session:
             num_ranks=world.num_ranks,
             receipts=receipts,
             save=lambda who: save_learner(folder, who),
+            save_beside=lambda who: save_learner(folder, who, beside=True),
         )
         if link is not None:
             _end_with_the_run_on_signals(learner)

@@ -50,6 +50,7 @@ _POLL_S = 0.001
 _BEAT_S = 0.01
 _SAMPLE_S = 1.0  # between two lines of progress in the trace
 _ORDINARY_CAUSES = frozenset(("late", "too few learners"))  # of refusals: part of every run with slow learners
+_LOOK_AGAIN_S = (0.01, 0.1)  # naps before a contribution is called damaged
 _LINGER_S = 0.3  # after everybody has left
 _LEAVE_S = 10.0  # for the learners to take the last fragments and go
 
@@ -84,6 +85,16 @@ def new_global_state(config: Config, layout: Layout) -> GlobalState:
         wire=config.sync.wire,
         backend=config.run.backend,
     )
+
+
+def _verify(port: LearnerPort, line: int, round_id: int) -> Contribution:
+    """Check a contribution; over a transport that does not keep its order the payload may come after its commit."""
+    for nap_s in _LOOK_AGAIN_S:
+        try:
+            return port.verify(line, round_id)
+        except TransportError:
+            time.sleep(nap_s)
+    return port.verify(line, round_id)
 
 
 class View(Interface):
@@ -182,6 +193,7 @@ class Syncer:
         self._verifications: list[tuple[_Learner, int, Future[Contribution]]] = []
         self._checkpoint: Future[Path] | None = None
         self._unreported: list[Future[Path]] = []
+        self._checkpoint_step: int | None = None  # learners save their state beside it
         self._beats = 0
         self._next_beat_s = 0.0
         self._next_sample_s = 0.0
@@ -287,7 +299,7 @@ class Syncer:
             self._tell(ev.Announced(m, incarnation, round_id, declined), now)
         for line, round_id in reading.commits:
             if round_id in learner.undecided:
-                future = self._copier.submit(learner.port.verify, line, round_id)
+                future = self._copier.submit(_verify, learner.port, line, round_id)
                 self._verifications.append((learner, round_id, future))
 
     def _collect_verifications(self, now: float) -> None:
@@ -366,6 +378,7 @@ class Syncer:
                 phase=phase,
                 tokens=tokens,
                 limit_step=self.protocol.limit_step(),
+                checkpoint_step=self._checkpoint_step,
             )
 
     def _sample(self) -> None:
@@ -490,6 +503,8 @@ class Syncer:
             meta={"reason": a.reason},
         )
         keep = self.config.run.keep_checkpoints
+        if self.protocol.phase == "running":
+            self._checkpoint_step = a.step
         before, self._checkpoint = (
             self._checkpoint,
             self._writer.submit(write_checkpoint, self._folder, checkpoint, keep=keep),
@@ -539,7 +554,7 @@ class Syncer:
         deadline = time.monotonic() + _LEAVE_S
         while time.monotonic() < deadline and not all(x.left or x.silent for x in self._present()):
             self._settle()
-        # Their last word has arrived, but they do not know it yet: an answer to their last read of the board tells them.
+        # Their last word has arrived, and they do not know it yet: the answer to one more read of the board tells them.
         deadline = time.monotonic() + _LINGER_S
         while self._checkpoint is not None or self._unreported or time.monotonic() < deadline:
             self._settle()

@@ -15,7 +15,7 @@ from pyddl.link.buffers import BufferPool
 from pyddl.link.courier import Courier, Upload
 from pyddl.link.mailbox import ANNOUNCED, MERGED, Geometry, UpHeader, pack
 from pyddl.link.port import LearnerPort, Published
-from pyddl.link.world import ProgressThread, World, _pieces, _plan, deadline, mpi_version
+from pyddl.link.world import Group, ProgressThread, World, _pieces, _plan, deadline, mpi_version
 
 TOKEN = 77
 
@@ -266,6 +266,22 @@ def test_window_words_are_never_torn(comm: Any):
 
 
 # ---------------------------------------------------------------- groups
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize("operation", ["sum", "broadcast", "start", "meet"])
+def test_group_operation_that_mpi_refuses_is_a_transport_error(operation: str):
+    """As under ulfm, where a communicator with a dead rank is refused already when an operation starts."""
+    from mpi4py import MPI
+
+    comms = [MPI.COMM_SELF.Dup() for _ in range(2)]
+    group = Group(*comms, timeout_s=1.0)
+    for one in comms:
+        one.Free()
+    data = np.zeros(4, dtype=np.uint8)
+    arguments: dict[str, tuple[Any, ...]] = {"start": (data, data.copy(), [(0, 4)]), "meet": ()}
+    with pytest.raises(TransportError, match="rank 0 of 1 starts a .* is gone"):
+        getattr(group, operation)(*arguments.get(operation, (data,)))
 
 
 @pytest.mark.mpi(min_size=3)

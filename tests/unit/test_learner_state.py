@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -312,3 +313,19 @@ def test_learner_state_that_cannot_be_expressed_is_a_warning_and_not_the_end_of_
 ):
     save_learner(tmp_path, learner(Odd(model().parameters(), lr=0.1)))
     assert "the learner's optimizer state is not saved" in caplog.text
+
+
+def test_save_beside_training_writes_what_was_there_at_the_boundary(tmp_path: Path):
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    train(net, optimizer, 2, 0)
+    wanted = [s["momentum_buffer"].clone() for s in optimizer.state.values()]
+    save_learner(tmp_path, learner(optimizer), beside=True)
+    for state in optimizer.state.values():
+        state["momentum_buffer"].add_(100.0)  # the next step, made while the file is being written
+    deadline_s = time.monotonic() + 20
+    while not (tmp_path / "learner-1.h5").exists() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    load_learner(tmp_path, learner(optimizer))
+    for state, was in zip(optimizer.state.values(), wanted, strict=True):
+        assert torch.equal(state["momentum_buffer"], was)
