@@ -121,7 +121,7 @@ def _syncer(arguments: argparse.Namespace) -> int:
     from .config import load_config
     from .run import guard
     from .run.launcher import detect
-    from .run.session import serve_as_syncer
+    from .run.serving import serve_as_syncer
 
     found = detect(ancestors=())
     if found.name in ("mpich", "openmpi") and not found.guarded:

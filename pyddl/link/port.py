@@ -236,12 +236,12 @@ class LearnerPort:
         limit_step: int | None,
         checkpoint_step: int | None = None,
     ) -> None:
-        """Write the plain words of the down board."""
+        """Write the plain words of the down board; the heartbeat last, since it says that the others are there."""
         stop, limit, checkpoint = (0 if x is None else x + 1 for x in (stop_step, limit_step, checkpoint_step))
         words = (heartbeat, step, stop, phase, tokens, limit, checkpoint)
         assert len(words) == DOWN_WORDS
-        for index, value in enumerate(words):
-            store_word(self.memory, self.geometry.down_word(index), value)
+        for index in reversed(range(DOWN_WORDS)):
+            store_word(self.memory, self.geometry.down_word(index), words[index])
 
 
 class Downlink:

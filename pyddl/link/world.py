@@ -186,15 +186,21 @@ class Group:
     """The ranks of one learner. Every wait is polled with back-off and has a deadline (rule 18).
 
     Starting an operation or waiting for one raises TransportError if MPI says that another rank is gone.
+
+    The calls polled should come back at once, but MPICH over a network keeps its lock for ever when another thread of
+    the process talks to a dead syncer. So a thread that makes no MPI call watches them, and ends the process.
     """
 
     def __init__(self, comm: MPI.Comm, link_comm: MPI.Comm, timeout_s: float) -> None:
+        self._calls: dict[int, float] = {}  # thread -> since when it is inside MPI
         self._comm = comm
         self._link = link_comm
         self._timeout_s = timeout_s
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
         self.mates_ended: Callable[[], str | None] = lambda: None  # sees the end of a mate's process
+        if self.size > 1:
+            threading.Thread(target=self._watch, name="pyddl-watch", daemon=True).start()
 
     def sum(self, array: NDArray[Any]) -> _Request:
         """Start an in-place sum over the ranks."""
@@ -226,10 +232,12 @@ class Group:
         Raises:
             TransportError: if it is not complete after the group timeout; the message says what was waited for.
         """
-        started = time.monotonic()
+        elapsed, last = 0.0, time.monotonic()
         nap = _SPIN_S
         while not self._is_done(request, what):
-            elapsed = time.monotonic() - started
+            now = time.monotonic()
+            elapsed += min(now - last, 1.0)  # a longer pause is our own: the whole job was stopped, say
+            last = now
             if elapsed > self._timeout_s:
                 raise TransportError(
                     f"rank {self.rank} of {self.size} waited {elapsed:.0f} s for {what} of its learner's other "
@@ -242,20 +250,43 @@ class Group:
                 nap = min(2 * nap, _MAX_NAP_S)
 
     def _started(self, start: Callable[[], MPI.Request], what: str, *buffers: object) -> _Request:
+        self._calls[threading.get_ident()] = time.monotonic()
         try:
             return _Request(start(), *buffers)
         except MPI.Exception as error:  # Open MPI with ulfm; MPICH says nothing
             raise TransportError(
                 f"rank {self.rank} of {self.size} starts {what}, but a rank of its learner is gone: {error}"
             ) from None
+        finally:
+            del self._calls[threading.get_ident()]
 
     def _is_done(self, request: _Request, what: str) -> bool:
+        self._calls[threading.get_ident()] = time.monotonic()
         try:
             return request.test()
         except MPI.Exception as error:  # Open MPI with ulfm; MPICH says nothing
             raise TransportError(
                 f"rank {self.rank} of {self.size} waits for {what}, but a rank of its learner is gone: {error}"
             ) from None
+        finally:
+            del self._calls[threading.get_ident()]
+
+    def _watch(self) -> None:
+        nap = min(1.0, self._timeout_s)
+        watched, elapsed = 0.0, 0.0
+        while True:
+            time.sleep(nap)
+            since = min(list(self._calls.values()), default=0.0)
+            # counted in looks: a process that was stopped and goes on is not stuck
+            elapsed = elapsed + nap if since and since == watched else 0.0
+            watched = since
+            if elapsed > self._timeout_s:
+                sys.stderr.write(
+                    f"pyddl: rank {self.rank} of {self.size}: a call of MPI that returns at once has not returned for "
+                    f"{self._timeout_s:.0f} s (timeouts.group_s): the syncer is gone, or MPI is stuck; this rank ends\n"
+                )
+                sys.stderr.flush()
+                os._exit(1)
 
 
 class ProgressThread(threading.Thread):

@@ -170,6 +170,7 @@ class Learner:
         self._loss: torch.Tensor | float = math.nan
         self._shown = math.nan  # loss of the step before, as it is reported
         self._last_step_s = time.monotonic()
+        self._overdue_s: float | None = None  # since when the syncer counts as gone
         self._step_s = 0.05
         self._averager: GradientAverager | None = None
         if link is not None and num_ranks > 1:
@@ -304,7 +305,7 @@ class Learner:
         self._exchange(int(tokens))
         if self.step_count <= self._config.sync.lockstep_steps:
             self._wait_in_lockstep()
-        if now - self._link.courier.heard_s > self._config.timeouts.syncer_s or not self._link.courier.is_alive():
+        if self._is_syncer_gone(self._link):
             self._give_up_on_syncer()
 
     def sees_the_end(self) -> bool:
@@ -630,7 +631,7 @@ class Learner:
                     "%s: the last rounds took more than %.0f s; leaving without their result", self._who, drain_s
                 )
                 return
-            if now - link.courier.heard_s > self._config.timeouts.syncer_s or not link.courier.is_alive():
+            if self._is_syncer_gone(link):
                 self._give_up_on_syncer()
             time.sleep(0.001)
         while remaining := link.courier.arrivals(link.courier.received_sequence):
@@ -643,6 +644,18 @@ class Learner:
                 link.group.wait(link.group.meet(), "the end")
             except TransportError as error:
                 self._end_with_group(error)
+
+    def _is_syncer_gone(self, link: Link) -> bool:
+        """Whether it was not heard for too long; looked at twice, since a pause of this process looks alike."""
+        now, timeouts = time.monotonic(), self._config.timeouts
+        if not link.courier.is_alive():
+            return True
+        if now - link.courier.heard_s <= timeouts.syncer_s:
+            self._overdue_s = None
+            return False
+        if self._overdue_s is None:
+            self._overdue_s = now
+        return now - self._overdue_s > min(timeouts.stall_s, timeouts.syncer_s)
 
     def _give_up_on_syncer(self) -> None:
         """The syncer is silent for longer than anybody should wait: save and end (exit status 75)."""

@@ -329,6 +329,39 @@ def test_world_learner_stopped_is_silent_then_back_and_merged_again(start_job: S
     assert result.returncode == 0
 
 
+def test_world_whole_job_stopped_and_continued_goes_on(start_job: StartJob, tmp_path):
+    limits = ["timeouts.heartbeat_s=2", "timeouts.group_s=3", "timeouts.syncer_s=3", "timeouts.stall_s=1"]
+    run = Run(start_job, tmp_path, 1, [FAR, "run.ranks=2", "sync.interval=6", "test.step_s=0.02", *limits])
+    run.wait_until_attached()
+    run.wait_for_steps(60)
+    pids = [run.job.pids_of_rank(rank)[0] for rank in range(3)]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(5)  # longer than every limit
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    run.wait_for_merges(8)
+    result = run.stop()
+    run.assert_ended_in_order(result, run.members)
+    assert result.returncode == 0, str(result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("netmod", ["ucx", "ofi"])
+def test_world_syncer_killed_over_tcp_no_rank_hangs(start_job: StartJob, tmp_path, netmod):
+    # MPICH over ucx aborts the learners; over ofi it never returns from a call: either way the end must come.
+    limits = ["timeouts.group_s=4", "timeouts.syncer_s=6", "timeouts.stall_s=2"]
+    words = [FAR, "run.ranks=2", "sync.interval=6", "test.step_s=0.02", *limits]
+    run = Run(start_job, tmp_path, 2, words, tcp=True, netmod=netmod)
+    run.wait_until_attached()
+    run.wait_for_steps(60)
+    run.job.kill_rank(0)
+    killed_s = time.monotonic()
+    result = run.end()
+    assert result.returncode != 0
+    assert time.monotonic() - killed_s < 40
+
+
 # ---------------------------------------------------------------------------------------------------- what is refused
 
 

@@ -280,7 +280,7 @@ def test_group_operation_that_mpi_refuses_is_a_transport_error(operation: str):
         one.Free()
     data = np.zeros(4, dtype=np.uint8)
     arguments: dict[str, tuple[Any, ...]] = {"start": (data, data.copy(), [(0, 4)]), "meet": ()}
-    with pytest.raises(TransportError, match="rank 0 of 1 starts a .* is gone"):
+    with pytest.raises(TransportError, match=r"rank 0 of 1 starts a .* is gone"):
         getattr(group, operation)(*arguments.get(operation, (data,)))
 
 

@@ -108,21 +108,23 @@ def test_pack_version_beyond_16_bits_keeps_its_low_bits():
 def test_board_words_are_interpreted_by_their_place():
     g = Geometry(2, 1, 10, 0, "f32")
     words = np.zeros(g.down_board_words, dtype=np.uint64)
-    for index, value in enumerate((11, 22, 31, 1, 44, 51)):
+    for index, value in enumerate((11, 22, 31, 1, 44, 51, 62)):
         words[index] = value
     words[g.round_word(1) // WORD] = 61
     words[g.outcome_word(0) // WORD] = 71
     words[g.down_commit_word(1) // WORD] = 2**64 - 1
-    assert Board.from_words(words, 2) == Board(11, 22, 30, 1, 44, 50, (0, 61), (71, 0), (0, 2**64 - 1))
+    assert Board.from_words(words, 2) == Board(11, 22, 30, 1, 44, 50, 61, (0, 61), (71, 0), (0, 2**64 - 1))
 
 
 def test_board_stop_at_step_zero_is_not_no_stop():
     words = np.zeros(DOWN_WORDS + 3, dtype=np.uint64)
     assert Board.from_words(words, 1).stop_step is None
     assert Board.from_words(words, 1).limit_step is None
-    words[[2, 5]] = 1
+    assert Board.from_words(words, 1).checkpoint_step is None
+    words[[2, 5, 6]] = 1
     assert Board.from_words(words, 1).stop_step == 0
     assert Board.from_words(words, 1).limit_step == 0
+    assert Board.from_words(words, 1).checkpoint_step == 0
 
 
 def test_up_header_comes_back_and_fits_its_bytes():

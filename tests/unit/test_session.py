@@ -15,16 +15,9 @@ from pyddl.config import Config, OuterConfig, RunConfig, SyncConfig, load_config
 from pyddl.core.layout import Layout, TensorSpec, build_layout
 from pyddl.core.protocol import Protocol
 from pyddl.errors import CheckpointError, ConfigError, LayoutMismatch, PyddlError, TransportError
-from pyddl.run.session import (
-    _agree,
-    _as_dict,
-    _common_layout,
-    _find_checkpoint,
-    _open_folder,
-    _refusal,
-    _resolve,
-    _write_config,
-)
+from pyddl.run.hello import refusal, sections_of
+from pyddl.run.serving import _agree, _common_layout, _find_checkpoint, _open_folder, _write_config
+from pyddl.run.session import _resolve
 from pyddl.run.syncer import protocol_config
 from pyddl.store.checkpoint import Checkpoint, FragmentState, write_checkpoint
 
@@ -106,7 +99,7 @@ def test_init_something_that_is_no_configuration_is_refused():
 
 def hello(config: Config, model: Layout | None = None) -> dict[str, Any]:
     """As it comes over the wire."""
-    made = {"config": _as_dict(config), "layout": (model or layout()).to_json(), "processes": [], "task": ""}
+    made = {"config": sections_of(config), "layout": (model or layout()).to_json(), "processes": [], "task": ""}
     received: dict[str, Any] = json.loads(json.dumps(made))
     return received
 
@@ -141,13 +134,13 @@ def test_common_layout_of_different_models_shows_the_difference():
 
 @pytest.mark.parametrize("kind", [ConfigError, LayoutMismatch, CheckpointError, TransportError])
 def test_refusal_arrives_as_the_error_that_the_syncer_had(kind: type[PyddlError]):
-    error = _refusal({"error": "what is wrong", "kind": kind.__name__})
+    error = refusal({"error": "what is wrong", "kind": kind.__name__})
     assert type(error) is kind
     assert str(error) == "what is wrong"
 
 
 def test_refusal_of_a_kind_that_is_not_known_is_still_an_error_of_pyddl():
-    assert type(_refusal({"error": "x", "kind": "Exotic"})) is PyddlError
+    assert type(refusal({"error": "x", "kind": "Exotic"})) is PyddlError
 
 
 # ---------------------------------------------------------------- the folder

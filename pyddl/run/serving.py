@@ -1,0 +1,300 @@
+"""The syncer's side of the set-up, and its exit.
+
+Here: hearing all learners out, one configuration and one layout for all, the run's folder, windows, the first model;
+then the loop (syncer.py) and the end of the process. Not here: the learners' side (session.py). No torch is needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import secrets
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from ..config import Config, OuterConfig, RunConfig, SyncConfig, TimeoutConfig, to_toml
+from ..core.layout import Layout, describe_difference
+from ..core.protocol import Protocol
+from ..errors import ConfigError, LayoutMismatch, PyddlError
+from ..link.mailbox import Geometry
+from . import guard, launcher
+from .hello import LEAVE_S, SECTIONS, frozen_difference, open_world, refusal, sections_of
+from .processes import DeathWatch
+
+if TYPE_CHECKING:
+    from ..link.world import World
+
+__all__ = ["serve", "serve_as_syncer"]
+
+log = logging.getLogger(__name__)
+
+
+def serve_as_syncer(config: Config | None) -> NoReturn:
+    """Serve on the synchronizer rank of an MPMD start; the configuration may come from the learners."""
+    run = RunConfig() if config is None else config.run
+    ranks = None if config is None else run.ranks
+    world = open_world(ranks, run.learners, TimeoutConfig() if config is None else config.timeouts)
+    if world.role != "syncer":
+        world.leave(0, lost=False)
+        raise ConfigError(
+            f"pyddl syncer must be rank 0 of a world with learners; it is rank {world.rank} of {world.size}: "
+            "mpiexec -n 1 pyddl syncer : -n N python train.py"
+        )
+    serve(config, world, "")
+
+
+def serve(config: Config | None, world: World, task_toml: str) -> NoReturn:
+    """The syncer's side: set up, serve, exit. ``config`` None: what the learners bring."""
+    code = 1
+    try:
+        code = _serve(config, world, task_toml)
+    except PyddlError as error:
+        sys.stderr.write(f"pyddl: {error}\n")
+        error.is_told = True
+        code = error.exit_status
+        world.leave(code, lost=not world.clean)
+        raise SystemExit(code) from None
+    world.leave(code, lost=world.lost)
+    raise SystemExit(code)
+
+
+def _serve(config: Config | None, world: World, task_toml: str) -> int:
+    from ..link.port import LearnerPort
+    from ..link.world import ProgressThread, deadline
+    from ..store.lock import RunLock
+    from ..view.progress import open_view
+    from .syncer import Syncer, new_global_state, protocol_config
+
+    present: set[int] = set()
+
+    def missing() -> str:
+        gone = [str(m) for m in range(world.num_learners) if m not in present]
+        return f"not yet attached: learner {', '.join(gone)}" if gone else "all learners have said hello"
+
+    setup_s = config.timeouts.setup_s if config else TimeoutConfig().setup_s
+    with deadline(setup_s, "all learners must attach", missing):
+        hellos = []
+        for m, pair in enumerate(world.pairs):
+            hellos.append(pair.receive(source=1))
+            present.add(m)
+        lock: RunLock | None = None
+        try:
+            for hello in hellos:
+                if "error" in hello:
+                    raise refusal(hello)
+            config = _agree(config, hellos)
+            layout = _common_layout(hellos)
+            if difference := frozen_difference([hello["frozen"] for hello in hellos], "learner"):
+                raise LayoutMismatch(difference)
+            folder, lock = _open_folder(config)
+            checkpoint, sentences = _find_checkpoint(config, folder, layout)
+            settings = protocol_config(config, layout, world.num_learners)
+            if config.sync.quorum > world.num_learners:
+                raise ConfigError(
+                    f"sync.quorum (K) must be at most the number of learners, {world.num_learners}; "
+                    f"got {config.sync.quorum}: no merge could ever happen"
+                )
+            geometry = Geometry(
+                num_slots=settings.max_in_flight,
+                num_ranks=world.num_ranks,
+                num_elements=layout.largest_fragment_elements,
+                num_counters=layout.largest_counters,
+                wire=config.sync.wire,
+            )
+            world.require_memory(geometry.total_bytes * world.num_learners)
+            if folder is not None:
+                _write_config(folder, config, task_toml or hellos[0]["task"])
+        except PyddlError as error:
+            for pair in world.pairs:
+                pair.send({"error": str(error), "kind": type(error).__name__}, to=1)
+            if lock is not None:
+                lock.release()
+            world.clean = True  # everybody is told and leaves
+            raise
+        protocol = Protocol(settings)
+        state = new_global_state(config, layout)
+        if checkpoint is not None:
+            protocol.restore(checkpoint.protocol)
+            for p, f in enumerate(checkpoint.fragments):
+                state.load(p, f.theta, f.counters, version=f.version, momentum=f.momentum)
+        run_token = secrets.randbits(63)
+        for m, pair in enumerate(world.pairs):
+            pair.send(
+                {
+                    "error": "",
+                    "geometry": dataclasses.asdict(geometry),
+                    "run_token": run_token,
+                    "seed": m == 0 and checkpoint is None,
+                    "step": protocol.step,
+                    "tokens": protocol.tokens().processed,
+                    "versions": [f.version for f in protocol.fragments],
+                },
+                to=1,
+            )
+        executor = ThreadPoolExecutor(2, "pyddl-copy")
+        ports: dict[int, tuple[LearnerPort, DeathWatch]] = {}
+        for m, pair in enumerate(world.pairs):
+            memory = pair.expose(geometry.total_bytes)
+            port = LearnerPort(
+                memory,
+                geometry,
+                learner_id=m,
+                incarnation=1,
+                run_token=run_token,
+                fence=pair.fence,
+                copier=executor,
+            )
+            ports[m] = (port, DeathWatch(hellos[m]["processes"]))
+        if checkpoint is None:
+            for p, fragment in enumerate(layout.fragments):
+                floats = np.empty(fragment.num_elements, dtype=np.float32)
+                counters = np.empty(fragment.num_counters, dtype=np.int64)
+                world.pairs[0].receive_array(floats, source=1)
+                world.pairs[0].receive_array(counters, source=1)
+                state.load(p, floats, counters)
+        for pair in world.pairs:
+            for v in state.versions():
+                pair.broadcast_array(v.theta)
+                pair.broadcast_array(v.counters)
+    view = open_view(config)
+    for sentence in [*sentences, _survival(world)]:
+        view.say(sentence)
+    progress = ProgressThread(world.pairs)
+    progress.start()
+    syncer = Syncer(
+        config,
+        layout,
+        state,
+        protocol,
+        ports,
+        folder=folder,
+        view=view,
+        set_busy=lambda busy: setattr(progress, "busy", busy),
+        executor=executor,
+        refresh=lock.refresh if lock else None,
+    )
+    syncer.ends_apart = launcher.detect(os.environ).survives is True
+    _catch_signals(syncer)
+    guard.protect()
+    reason = syncer.serve()
+    progress.end()
+    executor.shutdown(wait=False)
+    world.lost = syncer.after_loss
+    if not world.lost:  # what the learners were told: each frees its window with us
+        with deadline(LEAVE_S, "all learners must leave MPI together", lambda: "one has not"):
+            for pair in world.pairs:
+                pair.close()
+    if lock is not None:
+        lock.release()
+    return 0 if syncer.ended_well else _fail(reason)
+
+
+def _fail(reason: str) -> int:
+    sys.stderr.write(f"pyddl: the run ended early: {reason}\n")
+    return 1
+
+
+def _survival(world: World) -> str:
+    """World mode never claims what it cannot keep."""
+    found = launcher.detect(os.environ)
+    if found.survives:
+        return "the death of a learner is survivable under this launcher"
+    if found.survives is None:
+        return f"whether the others survive the death of a rank is not known here: {found.advice}"
+    return f"the death of a rank will END this run: {found.advice}"
+
+
+def _agree(config: Config | None, hellos: list[dict[str, Any]]) -> Config:
+    """One configuration for all: every process must have been given the same."""
+    wanted = sections_of(config) if config is not None else hellos[0]["config"]
+    for m, hello in enumerate(hellos):
+        for section in SECTIONS:
+            for key, value in wanted[section].items():
+                got = hello["config"][section].get(key)
+                if got != value:
+                    raise ConfigError(
+                        f"all processes must be given the same configuration; {section}.{key} is {value!r} at the "
+                        f"{'syncer' if config is not None else 'first learner'} and {got!r} at learner {m}"
+                    )
+    return Config(
+        RunConfig(**wanted["run"]),
+        SyncConfig(**wanted["sync"]),
+        OuterConfig(**wanted["outer"]),
+        TimeoutConfig(**wanted["timeouts"]),
+    )
+
+
+def _common_layout(hellos: list[dict[str, Any]]) -> Layout:
+    layouts = [Layout.from_json(hello["layout"]) for hello in hellos]
+    for m, other in enumerate(layouts):
+        if other.fingerprint != layouts[0].fingerprint:
+            raise LayoutMismatch(
+                f"all learners must have the same model; learner {m} differs from learner 0:\n"
+                + describe_difference(layouts[0], other)
+            )
+    return layouts[0]
+
+
+def _open_folder(config: Config) -> tuple[Path | None, Any]:
+    """Create and lock the run's folder."""
+    from ..store.checkpoint import list_checkpoints
+    from ..store.lock import RunLock
+
+    if not config.run.dir:
+        return None, None
+    folder = Path(config.run.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.dir must be a folder that can be made; {folder}: {error.strerror}") from None
+    lock = RunLock(folder)
+    lock.acquire()
+    if not config.run.resume and list_checkpoints(folder):
+        lock.release()
+        raise ConfigError(
+            f"run.dir must be a folder without a run, or run.resume be set; {folder} holds checkpoints: "
+            "resume it (run.resume=true) or choose another folder"
+        )
+    return folder, lock
+
+
+def _write_config(folder: Path, config: Config, task_toml: str) -> None:
+    from ..store.files import replacing
+
+    text = to_toml({s: getattr(config, s) for s in SECTIONS}) + task_toml
+    try:
+        with replacing(folder / "config.toml") as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"run.dir must be a folder that can be written; {folder}: {error.strerror}") from None
+
+
+def _find_checkpoint(config: Config, folder: Path | None, layout: Layout) -> tuple[Any, list[str]]:
+    """The newest good checkpoint of a run that is resumed, and sentences about bad ones."""
+    from ..store.checkpoint import newest_good_checkpoint
+
+    if not config.run.resume or folder is None:
+        return None, []
+    checkpoint, path, bad = newest_good_checkpoint(folder)
+    if checkpoint.layout.fingerprint != layout.fingerprint:
+        raise LayoutMismatch(
+            f"the model must be that of the run in {folder}:\n" + describe_difference(checkpoint.layout, layout)
+        )
+    return checkpoint, [*bad, f"resuming at step {checkpoint.step} from {path.name}"]
+
+
+def _catch_signals(syncer: Any) -> None:
+    """A time limit or Ctrl-C ends the run in good order; a second one ends it at once."""
+
+    def stop(number: int, _frame: object) -> None:
+        syncer.request_stop(f"signal {signal.Signals(number).name}")
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, stop)
