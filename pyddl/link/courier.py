@@ -6,9 +6,8 @@ values mean (run/learner.py), MPI calls (world.py hands in the window).
 
 No call that can last is ever made (rule 14): payloads go in pieces of at most 4 MiB, each polled; what has been started
 counts as arrived (is *flushed*) when the target has answered a read of the board that was started later, with nothing
-new in between. A link whose piece or
-read does not move for ``stall_s`` is *stalled*: it starts nothing new until the board answers again. Small words that
-have waited for that hold back the next piece of a long payload until they are flushed.
+new in between. A link whose piece or read does not move for ``stall_s`` is *stalled*: it starts nothing new until the
+board answers again. Small words that have waited for that hold back the next piece of a long payload.
 """
 
 from __future__ import annotations

@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 _SPIN_S = 0.0002
 _MAX_NAP_S = 0.002
 _FINALIZE_S = 3600.0  # others may still evaluate the model; this process has nothing else to do
-_FINALIZE_S = 60.0
 
 
 def mpi_version() -> str:
