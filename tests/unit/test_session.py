@@ -1,4 +1,4 @@
-"""Resolving a configuration, agreeing on it, and opening a run's folder; with MPI: tests/mpi/test_run.py."""
+"""Resolving a configuration, agreeing on it, and opening a run's folder; with MPI: tests/mpi/test_mpi_session.py."""
 
 from __future__ import annotations
 

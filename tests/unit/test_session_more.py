@@ -1,4 +1,4 @@
-"""Frozen tensors are compared at the start; with MPI: tests/mpi/test_run.py."""
+"""Frozen tensors are compared at the start; with MPI: tests/mpi/test_mpi_session.py."""
 
 from __future__ import annotations
 
