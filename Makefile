@@ -1,5 +1,6 @@
 # make setup      virtual environment .venv with everything, built from this checkout; instant when nothing changed
 # make test       unit tests, tests under mpiexec, tests that start MPI jobs of their own
+# make test-slow  the long ones among the latter
 # make lint       formatters, linters, types
 # make demo       the demonstration run; make demo-baseline: the same model by plain data parallel training
 # make bench      benchmarks
@@ -24,7 +25,7 @@ MPI_LIMIT_S := 300
 JOBS_LIMIT_S := 1200
 LIMIT := timeout --kill-after=20
 
-.PHONY: setup setup-openmpi build test test-unit test-mpi test-jobs lint demo demo-baseline bench clean
+.PHONY: setup setup-openmpi build test test-unit test-mpi test-jobs test-slow lint demo demo-baseline bench clean
 
 setup: $(SETUP_STAMP)
 build: $(SETUP_STAMP)
@@ -72,7 +73,11 @@ test-mpi: setup test-jobs
 
 # These start MPI jobs themselves, under MPICH and Open MPI, and kill ranks in them.
 test-jobs: setup setup-openmpi
-	$(LIMIT) $(JOBS_LIMIT_S) $(PY) -m pytest tests/jobs
+	$(LIMIT) $(JOBS_LIMIT_S) $(PY) -m pytest -m "not slow" tests/jobs
+
+# The long ones: syncers and learners that stop for ten seconds or more, over shared memory and TCP. About ten minutes.
+test-slow: setup setup-openmpi
+	$(PY) -m pytest -m slow tests/jobs
 
 lint: setup
 	$(VENV)/bin/ruff check .

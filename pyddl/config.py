@@ -150,7 +150,7 @@ class SyncConfig:
 
 @dataclass(frozen=True)
 class OuterConfig:
-    """The outer optimizer. The paper does not publish its settings; the defaults are ours (docs/quality.md).
+    """The outer optimizer. The paper does not publish its settings; the defaults are ours (docs/results.md).
 
     Attributes:
         optimizer: sgd (no momentum) or nesterov.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,5 +99,8 @@ def test_run_whose_learner_is_stopped_for_good_still_ends_in_order_for_the_other
     assert set(found) == {0, 1}
     checkpoint, _, _ = newest_good_checkpoint(tmp_path / "run")
     assert [report["final"] for report in found.values()] == checkpoint.fragments[0].theta.tolist() * 2
-    (end,) = tape(tmp_path / "run", "Result")
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not (ends := tape(tmp_path / "run", "Result")) and time.monotonic() < deadline_s:
+        time.sleep(0.1)  # the syncer ends a little after its learners
+    (end,) = ends
     assert end["outcome"] == "drained"
