@@ -272,7 +272,7 @@ class Courier(threading.Thread):
                 self._asleep.acquire(timeout=_BUSY_POLL_S if any(busy) else self._poll_s)
         except BaseException as error:
             self.failure = error
-            log.exception("%s: the link thread ended; training goes on without the syncer", self._who)
+            log.exception("%s: the link thread has failed; the learner saves its state and ends", self._who)
 
     def _read_board(self) -> Task:
         """Read the down board again and again; its answer is also the ping that allows a Flush."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.kernels import checksum, load_words, store_word
+from ..core.kernels import checksum, load_word, load_words, store_word
 from ..errors import TransportError
 from .mailbox import (
     ANNOUNCED,
@@ -24,7 +24,6 @@ from .mailbox import (
     HEADER_BYTES,
     UP_WORDS,
     WIRE_DTYPE,
-    WORD,
     DownHeader,
     Geometry,
     UpHeader,
@@ -206,7 +205,7 @@ class LearnerPort:
         for rank in range(g.num_ranks):
             low, high = g.slice_bytes(header.num_elements, rank)
             crc = checksum(floats[low:high], first if rank == 0 else 0)
-            commit = int(self.memory[g.commit_word(line, rank) :][:WORD].view(np.uint64)[0])
+            commit = load_word(self.memory, g.commit_word(line, rank))
             if commit != (round_id << 32 | crc):
                 raise TransportError(
                     f"the checksum of rank {rank}'s part of round {round_id} must be {commit & 0xFFFFFFFF:08x}; "

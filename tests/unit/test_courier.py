@@ -582,7 +582,7 @@ def test_courier_window_that_fails_ends_the_link_and_nothing_waits_for_it(caplog
     courier.join(5)
     assert not courier.is_alive()
     assert str(courier.failure) == "the network card is gone"
-    assert "the link thread ended" in caplog.text
+    assert "the link thread has failed" in caplog.text
     report(box, 1)
     courier.announce(0, pack(1, 0, ANNOUNCED))
     courier.boundary_done()
