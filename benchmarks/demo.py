@@ -52,7 +52,8 @@ def main() -> int:
         except PyddlError as error:
             sys.stderr.write(f"pyddl: {error}\n")
             return error.exit_status
-    print("RESULT", json.dumps(result))
+    summarize(result)
+    print("RESULT", json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()}))
     return 0
 
 
@@ -98,6 +99,21 @@ def demo(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "outcome": outcome["outcome"],
         "seconds": outcome["seconds"],
     }
+
+
+def summarize(r: dict[str, Any]) -> None:
+    """The report for a person."""
+    print(f"\n{r['learners']} learners, {r['tokens']:,} tokens in {r['seconds']:.0f} s: {r['outcome']}")
+    print(f"held-out loss of the global model: {r['val_loss_start']:.3f} -> {r['val_loss_end']:.3f} nats per byte")
+    if r["baseline_val_loss"] is not None:
+        print(f"one process, plain AdamW, as many tokens: {r['baseline_val_loss']:.3f}")
+    if r["killed"]:
+        gap = r["survivor_max_gap_steps"]
+        pause = "?" if gap is None else f"{gap:.1f}"
+        print(
+            f"learner {r['killed'][0]} was killed: {r['rounds_after_kill']} of {r['rounds_merged']} merges came after,"
+        )
+        print(f"and no survivor paused for longer than {pause} of its steps")
 
 
 def survivor_gap_steps(events: list[dict[str, Any]], killed: list[int], at_s: float) -> float | None:

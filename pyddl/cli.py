@@ -80,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     info.set_defaults(run_command=_info)
 
     settings = commands.add_parser("settings", help="every setting with its default and meaning, as a TOML file")
+    settings.add_argument("--lm", action="store_true", help="also those of the built-in language model (pyddl train)")
     settings.set_defaults(run_command=_settings)
 
     inspect = commands.add_parser("inspect", help="what a run's folder holds: figures, losses, checkpoints")
@@ -146,11 +147,16 @@ def _info(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(_arguments: argparse.Namespace) -> int:
-    from .tasks import lm
+def _settings(arguments: argparse.Namespace) -> int:
     from .view.settings import describe_settings
 
-    sys.stdout.write(describe_settings({"lm": lm.LMConfig()}))
+    task = {}
+    if arguments.lm:
+        from .tasks import lm
+
+        task = {"lm": lm.LMConfig()}
+        sys.stdout.write("# pyddl train puts these below the file: " + " ".join(lm.RECOMMENDED) + "\n")
+    sys.stdout.write(describe_settings(task))
     return 0
 
 

@@ -76,7 +76,7 @@ class RunConfig:
     max_steps: int = 0
     max_tokens: int = 0
     seed: int = 0
-    checkpoint_every_merges: int = 0
+    checkpoint_every_merges: int = 1000
     keep_checkpoints: int = 2
     resume: bool = False
     backend: str = "auto"
@@ -104,7 +104,8 @@ class SyncConfig:
 
     Attributes:
         quorum: K, learners that must have announced before a merge, 1..M.
-        interval: H, steps between two rounds of one fragment; a number or a schedule (core/schedule.py).
+        interval: H, steps between two rounds of one fragment: a number, or a schedule H:from_step such
+            as "1:0,2:200,24:2000", or in shares of the run "2:0%,4:60%".
         num_fragments: P; 0: min(24, number of tensors).
         fragmentation: balanced (paper's best), layer, or tensor.
         tau_steps: steps within which a merged fragment should land, >= 1.

@@ -72,7 +72,7 @@ class Protocol:
     Attributes:
         step: the syncer's clock t.
         processed_tokens: of all learners and incarnations.
-        stop_step: the clock step at which learners end, or None.
+        stop_step, stop_reason: the clock step at which learners end, or None; and why.
         phase: running, draining or finished.
         rejected: rejections by kind.
         ignored: events of other incarnations or unknown learners, and repetitions, by event name.
@@ -84,6 +84,7 @@ class Protocol:
         self.step = 0
         self.processed_tokens = 0
         self.stop_step: int | None = None
+        self.stop_reason = ""
         self.phase = "running"
         self.learners: dict[int, LearnerRecord] = {}
         self.past_ledgers: dict[int, TokenLedger] = {}
@@ -213,7 +214,7 @@ class Protocol:
 
     def _stop_at(self, step: int, reason: str) -> None:
         if self.stop_step is None or step < self.stop_step:
-            self.stop_step = step
+            self.stop_step, self.stop_reason = step, reason
             self._out.append(StopAt(step, reason))
 
     def _tick(self, e: Tick, now: float) -> None:

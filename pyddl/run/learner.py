@@ -171,6 +171,7 @@ class Learner:
         self._shown = math.nan  # loss of the step before, as it is reported
         self._last_step_s = time.monotonic()
         self._overdue_s: float | None = None  # since when the syncer counts as gone
+        self._missed_syncer = False
         self._step_s = 0.05
         self._averager: GradientAverager | None = None
         if link is not None and num_ranks > 1:
@@ -650,7 +651,17 @@ class Learner:
         now, timeouts = time.monotonic(), self._config.timeouts
         if not link.courier.is_alive():
             return True
-        if now - link.courier.heard_s <= timeouts.syncer_s:
+        silence_s = now - link.courier.heard_s
+        if silence_s > timeouts.heartbeat_s and not self._missed_syncer:
+            log.warning(
+                "%s: the syncer has not been heard for %.0f s; training goes on, and ends after %.0f s "
+                "(timeouts.syncer_s)",
+                self._who,
+                silence_s,
+                timeouts.syncer_s,
+            )
+        self._missed_syncer = silence_s > timeouts.heartbeat_s
+        if silence_s <= timeouts.syncer_s:
             self._overdue_s = None
             return False
         if self._overdue_s is None:

@@ -108,6 +108,8 @@ def _serve(config: Config | None, world: World, task_toml: str) -> int:
                 wire=config.sync.wire,
             )
             world.require_memory(geometry.total_bytes * world.num_learners)
+            if checkpoint is not None:
+                _require_something_to_do(config, checkpoint.protocol)
             if folder is not None:
                 _write_config(folder, config, task_toml or hellos[0]["task"])
         except PyddlError as error:
@@ -207,7 +209,7 @@ def _survival(world: World) -> str:
         return "the death of a learner is survivable under this launcher"
     if found.survives is None:
         return f"whether the others survive the death of a rank is not known here: {found.advice}"
-    return f"the death of a rank will END this run: {found.advice}"
+    return f"the death of a rank will END this run. {found.advice}"
 
 
 def _agree(config: Config | None, hellos: list[dict[str, Any]]) -> Config:
@@ -273,6 +275,17 @@ def _write_config(folder: Path, config: Config, task_toml: str) -> None:
             temporary.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"run.dir must be a folder that can be written; {folder}: {error.strerror}") from None
+
+
+def _require_something_to_do(config: Config, protocol: dict[str, Any]) -> None:
+    """Refuse to resume a run that is at its end already: it would only replace its checkpoints."""
+    tokens = sum(ledger["processed"] for ledger in protocol["ledgers"].values())
+    for name, there in (("max_steps", protocol["step"]), ("max_tokens", tokens)):
+        limit = getattr(config.run, name)
+        if limit and there >= limit:
+            raise ConfigError(
+                f"the run is at its end already: run.{name} is {limit} and it stands at {there}; raise it"
+            )
 
 
 def _find_checkpoint(config: Config, folder: Path | None, layout: Layout) -> tuple[Any, list[str]]:

@@ -18,6 +18,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,6 +68,7 @@ def init(
     Raises:
         ConfigError: if the configuration or the world's size is wrong.
     """
+    _show_mistakes_once()
     return Session(_resolve(config, task or {}, sections), task or {})
 
 
@@ -174,6 +176,22 @@ class Session:
         if config.run.resume and folder is not None:
             load_learner(folder, learner)
         return learner
+
+
+def _show_mistakes_once() -> None:
+    """An error of pyddl that a script does not catch is shown as its sentence, by one rank, not as N tracebacks."""
+    previous = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if not isinstance(error, PyddlError):
+            previous(kind, error, trace)
+        elif not error.is_told and (
+            "pyddl.link.world" in sys.modules or launcher.detect(ancestors=()).rank in (None, 0)
+        ):
+            sys.stderr.write(f"pyddl: {error}\n")
+
+    if previous.__name__ != "show":
+        sys.excepthook = show
 
 
 def _require_first_process() -> None:

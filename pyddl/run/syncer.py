@@ -562,6 +562,11 @@ class Syncer:
         for pool in (self._merger, self._writer):
             pool.shutdown(wait=False)
         self._trace.write("Result", **self.result())
+        where = f"; the model is in {self._folder}" if self._folder else ""
+        why = self.protocol.stop_reason or self.outcome
+        self._view.say(
+            f"the run has ended at step {self.protocol.step} ({why}), {self.protocol.num_merges} merges{where}"
+        )
         self._trace.close()
         self._view.close()
 
@@ -579,6 +584,7 @@ class Syncer:
         p = self.protocol
         return {
             "outcome": self.outcome,
+            "ended_by": p.stop_reason or self.outcome,
             "step": p.step,
             "num_merges": p.num_merges,
             "achieved_H": p.achieved_interval_steps(),

@@ -55,9 +55,11 @@ def describe_run(run: Path) -> dict[str, Any]:
         "lost": lost,
         "last_losses": {m: s["loss"] for m, s in samples.items()},
         "outcome": result.get("outcome", "not finished"),
+        "ended_by": result.get("ended_by", "not finished"),
         "achieved_H": result.get("achieved_H"),
         "rejected": result.get("rejected", {}),
-        "tokens": result.get("tokens", {}),
+        "tokens": result.get("tokens", {}).get("processed"),
+        "tokens_times_fragments": {k: v for k, v in result.get("tokens", {}).items() if k != "processed"},
         "checkpoints": [_describe_checkpoint(path) for path in list_checkpoints(run)],
     }
 

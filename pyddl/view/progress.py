@@ -46,7 +46,9 @@ class _Figures:
             f"H {achieved:.1f}" if achieved else "H -",
         ]
         rejected = sum(p.rejected.values())
-        return "  ".join(parts) + (f"  rejected {rejected}" if rejected else "")
+        accepted = sum(m.num_merged for m in p.learners.values())
+        share = 100 * rejected / max(1, rejected + accepted)
+        return "  ".join(parts) + (f"  rejected {rejected} ({share:.0f} %)" if rejected else "")
 
 
 class _PlainView:

@@ -16,7 +16,14 @@ from pyddl.core.layout import Layout, TensorSpec, build_layout
 from pyddl.core.protocol import Protocol
 from pyddl.errors import CheckpointError, ConfigError, LayoutMismatch, PyddlError, TransportError
 from pyddl.run.hello import refusal, sections_of
-from pyddl.run.serving import _agree, _common_layout, _find_checkpoint, _open_folder, _write_config
+from pyddl.run.serving import (
+    _agree,
+    _common_layout,
+    _find_checkpoint,
+    _open_folder,
+    _require_something_to_do,
+    _write_config,
+)
 from pyddl.run.session import _resolve
 from pyddl.run.syncer import protocol_config
 from pyddl.store.checkpoint import Checkpoint, FragmentState, write_checkpoint
@@ -214,3 +221,14 @@ def test_checkpoint_that_is_missing_is_an_error_on_resume(tmp_path: Path):
     config = load_config(None, [f"run.dir={tmp_path}", "run.resume=true"])[0]
     with pytest.raises(CheckpointError):
         _find_checkpoint(config, tmp_path, layout())
+
+
+def test_resume_of_a_run_that_is_at_its_end_is_refused():
+    """It would make a step, write a checkpoint and push good ones out."""
+    config = load_config(None, ["run.max_steps=100"])[0]
+    with pytest.raises(ConfigError, match=r"at its end already: run.max_steps is 100 and it stands at 100; raise it"):
+        _require_something_to_do(config, {"step": 100, "ledgers": {}})
+    _require_something_to_do(config, {"step": 99, "ledgers": {}})
+    config = load_config(None, ["run.max_tokens=50"])[0]
+    with pytest.raises(ConfigError, match=r"run.max_tokens is 50 and it stands at 60"):
+        _require_something_to_do(config, {"step": 5, "ledgers": {"0": {"processed": 20}, "1": {"processed": 40}}})
