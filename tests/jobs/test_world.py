@@ -410,7 +410,7 @@ def test_world_resume_after_sigusr1_goes_on_where_it_was(start_job: StartJob, tm
     os.kill(run.job.launcher_pid, signal.SIGUSR1)
     result = run.end()
     assert result.returncode == 0, str(result)
-    assert result.stderr.count("signal SIGUSR1") == 1, str(result)
+    assert result.stderr.count("stopping: signal SIGUSR1") == 1, str(result)
     run.assert_ended_in_order(result, [(0, 0)])
     first = run.checkpoint().step
     assert len(run.steps((0, 0))) == first >= 40
