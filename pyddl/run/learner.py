@@ -1,7 +1,7 @@
-"""The learner: what happens at a step boundary (paper, learner).
+"""The learner: the user's loop, and whose word counts at a step boundary (paper, learner).
 
-Here: counters, receipts (replace and rebase), snapshots with error feedback, the group's common orders, the end. Not
-here: MPI (link/world.py), moving bytes (link/courier.py), torch modules' insides (replica.py).
+Here: the public methods, the group's common orders, lock-step, the end, and what goes wrong. Not here: what is done
+with each fragment (exchange.py), MPI (link/world.py), moving bytes (link/courier.py).
 
 At a boundary every rank of a learner carries out one *order*: the down board as rank 0 has read it, and the sequence
 number up to which all ranks hold the published fragments. What is done is a function of the order and of state that
@@ -15,7 +15,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,92 +22,29 @@ import torch
 from numpy.typing import NDArray
 
 from ..config import Config
-from ..core.kernels import encode_bf16
-from ..core.layout import Layout, slice_bounds
 from ..errors import ConfigError, ProtocolError, TransportError
-from ..link.buffers import BufferPool
-from ..link.courier import Arrival, Courier, Upload
 from ..link.mailbox import (
-    ANNOUNCED,
     CLOSING,
-    DECLINED,
     FINISHED,
     FINISHED_AFTER_LOSS,
     LEFT,
-    NOT_MERGED,
     RUNNING,
     TRAINING,
     Board,
-    Geometry,
-    UpHeader,
-    pack,
-    unpack,
 )
 from ..store.trace import Trace
 from .averaging import GradientAverager
+from .exchange import Boundary, Exchange, Link
 from .replica import Replica
 from .shards import Shard
 
-__all__ = ["Learner", "Link"]
+__all__ = ["Learner"]
 
 log = logging.getLogger(__name__)
 
-_NO_COUNTERS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 _MANY_SOURCES = 16  # given to shard(): more are surely one that is made anew in each epoch
 _CLOSE_SLACK_S = 15.0  # on top of drain_s, for the last fragments
 _WITH_BOARD, _ENOUGH = 1, 2  # first word of an order: rank 0's board follows; what all are waiting in is given up
-
-
-@dataclass
-class Link:
-    """Everything that connects a learner's rank with its group and its syncer; None for a learner that is alone."""
-
-    courier: Courier
-    pool: BufferPool
-    geometry: Geometry
-    layout: Layout
-    group: Any  # world.Group
-    run_token: int
-    incarnation: int
-    versions: list[int]
-    anchors: list[NDArray[np.float32]]
-    step: int
-    tokens: int  # of the whole run when this learner attached
-    leave: Callable[[int, bool], None]  # (exit code, lost): end this process's part in MPI
-
-
-@dataclass
-class _Push:
-    """A contribution whose outcome is not yet known.
-
-    ``snapshot`` holds this rank's slice of theta (all of it under rebase, which needs it at the receipt), and, under
-    replace, once ``encoded``, the outer gradient in its place.
-    """
-
-    round: int
-    line: int
-    base_version: int
-    anchor: NDArray[np.float32]
-    snapshot: NDArray[np.float32]
-    at_step: int  # inner steps made when it was taken
-    at_tokens: int | None  # tokens by then; with G > 1 known one boundary later
-    clock: int
-    residual: NDArray[np.float32] | None = None  # what error feedback keeps if it is merged
-    encoded: bool = False
-
-
-@dataclass
-class _Held:
-    """A fragment as this learner holds it: the version, its values at the receipt, the counters since then."""
-
-    version: int
-    anchor: NDArray[np.float32]
-    since_step: int = 0
-    since_tokens: int | None = 0
-    push: _Push | None = None
-    residual: NDArray[np.float32] | None = None
-    refused_round: int = 0  # not answered again; the syncer asks anew in another round
-    encodes: int = 0  # encodings that the link thread has not finished
 
 
 class Learner:
@@ -150,17 +86,15 @@ class Learner:
         self.shards: list[Shard] = []
         self._config = config
         self._cursors: list[dict[str, Any]] = []
-        self._replica = replica
         self._link = link
         self._receipts = receipts
         self._save = save
         self._save_beside = save_beside  # beside training, with each checkpoint of the syncer
         self._board: Board | None = None
-        self._held = [_Held(v, a) for v, a in zip(link.versions, link.anchors, strict=True)] if link else []
-        self._wants_tokens: list[Callable[[int], None]] = []
+        self._exchange: Exchange | None = None
+        if link is not None:
+            self._exchange = Exchange(link, replica, receipts, receipt=config.sync.receipt, num_ranks=num_ranks)
         self._order: tuple[Any, Any, NDArray[np.int64], NDArray[np.uint64]] | None = None
-        self._pushed: dict[int, _Held] = {}  # slots that hold a push of unknown outcome, and of which fragment
-        self._declined: dict[int, int] = {}  # line -> round that was declined last
         self._saved_step: int | None = None  # checkpoint of the syncer beside which the state was saved
         self._stopped = False
         self._closed = False
@@ -303,7 +237,7 @@ class Learner:
             self.tokens += int(tokens)
             self._stopped = self.progress >= 1.0
             return
-        self._exchange(int(tokens))
+        self._meet_boundary(int(tokens))
         if self.step_count <= self._config.sync.lockstep_steps:
             self._wait_in_lockstep()
         if self._is_syncer_gone(self._link):
@@ -349,7 +283,7 @@ class Learner:
 
     # ------------------------------------------------------------------------------------------ the exchange
 
-    def _exchange(self, tokens: int) -> None:
+    def _meet_boundary(self, tokens: int) -> None:
         """One boundary: obey the order that is due, post the next one."""
         link = self._link
         assert link is not None
@@ -370,9 +304,8 @@ class Learner:
 
     def _count_tokens(self, tokens: int) -> None:
         self.tokens += tokens
-        for fill in self._wants_tokens:
-            fill(self.tokens)
-        self._wants_tokens.clear()
+        assert self._exchange is not None
+        self._exchange.count_tokens(self.tokens)
 
     def _post_order(self, link: Link, tokens: int) -> None:
         held = np.zeros(1 + self.num_ranks, dtype=np.int64)
@@ -410,14 +343,11 @@ class Learner:
 
     def _obey(self, link: Link, board: Board, upto_sequence: int) -> None:
         """What is done at a boundary; depends on nothing but the arguments and state equal on all ranks."""
+        assert self._exchange is not None
         self._board = board
-        self._take_outcomes(board)
-        arrivals = link.courier.arrivals(upto_sequence)
-        if arrivals:
-            self._take_arrivals(link, arrivals)
-        for line, word in enumerate(board.rounds):
-            if word:
-                self._answer(link, line, word)
+        here = self._boundary()
+        self._exchange.carry_out(board, upto_sequence, here)
+        self.step_count = here.clock
         if board.checkpoint_step is not None and board.checkpoint_step != self._saved_step:
             self._saved_step = board.checkpoint_step
             if self._save_beside is not None:
@@ -425,173 +355,10 @@ class Learner:
         stop = board.stop_step
         self._stopped = board.phase != RUNNING or (stop is not None and self.step_count >= stop)
 
-    # -- receipts
-
-    def _take_outcomes(self, board: Board) -> None:
-        """A refused push is forgotten and its base may be used again; a merged one is settled by its receipt."""
-        for line, held in list(self._pushed.items()):
-            push = held.push
-            assert push is not None
-            if board.outcomes[line] == (push.round << 32 | NOT_MERGED):
-                held.refused_round = push.round
-                self._settle(held, push)  # held.residual is still the one from before the push (rule 5)
-
-    def _settle(self, held: _Held, push: _Push) -> None:
-        assert self._link is not None
-        held.push = None
-        del self._pushed[push.line]
-        if push.encoded:  # else the link thread still reads it: left to the garbage collector
-            self._link.pool.give(push.snapshot)
-
-    def _take_arrivals(self, link: Link, arrivals: list[Arrival]) -> None:
-        """Apply what has come, oldest first, the newest version of each; not all at once after a long stop."""
-        newest = {a.fragment: a for a in arrivals}
-        superseded = [a for a in arrivals if newest[a.fragment] is not a]
-        chosen = sorted(newest.values(), key=lambda a: a.sequence)[: max(2, math.ceil(len(newest) / 4))]
-        for arrival in superseded:
-            link.pool.give(arrival.floats)
-        link.courier.taken(superseded + chosen)
-        for arrival in chosen:
-            self._receive(link, arrival)
-            self.step_count = max(self.step_count, arrival.step)
-
-    def _receive(self, link: Link, arrival: Arrival) -> None:
-        """Rule 5: replace takes Theta as it is; rebase keeps what was learnt beyond it."""
-        p, held = arrival.fragment, self._held[arrival.fragment]
-        theta, push, old_anchor = arrival.floats, held.push, held.anchor
-        contained = push is not None and arrival.contains_round == push.round
-        if self._config.sync.receipt == "replace":
-            self._replica.copy_in(p, theta)
-            held.since_step, held.since_tokens = self.num_steps, self._tokens_now(held, "since_tokens")
-        else:
-            local = link.pool.take(len(theta))
-            self._replica.copy_out(p, local)
-            local -= push.snapshot if contained and push is not None else old_anchor
-            local += theta
-            self._replica.copy_in(p, local)
-            link.pool.give(local)
-            if contained and push is not None:
-                held.since_step, held.since_tokens = push.at_step, push.at_tokens
-            elif push is not None:  # what was pushed, seen from the new anchor
-                moved = link.pool.take(len(theta))
-                np.subtract(theta, old_anchor, out=moved)
-                moved += push.snapshot
-                if push.encoded:  # else the link thread still reads it: left to the garbage collector
-                    link.pool.give(push.snapshot)
-                push.snapshot = moved
-        held.anchor, held.version = theta, arrival.version
-        if contained and push is not None:
-            if push.residual is not None:
-                held.residual = push.residual  # it was merged: what was rounded off goes with the next push
-            self._settle(held, push)
-        if held.push is None and held.encodes == 0:
-            link.pool.give(old_anchor)
-        self._replica.set_counters(p, arrival.counters)
-        self._receipts.write(
-            "Received",
-            fragment=p,
-            version=arrival.version,
-            step=self.step_count,
-            num_steps=self.num_steps,
-            contains_round=arrival.contains_round,
-            cursor=[s.position for s in self.shards],
-        )
-
-    def _tokens_now(self, target: Any, name: str) -> int | None:
-        """The tokens up to this boundary; with G > 1 they are filled in at the next one."""
-        if self.num_ranks == 1:
-            return self.tokens
-        self._wants_tokens.append(lambda total: setattr(target, name, total))
-        return None
-
-    # -- contributions
-
-    def _answer(self, link: Link, line: int, word: int) -> None:
-        """Rules 2 and 4: answer once, from the version the round asks for, with at least one step of progress."""
-        round_id, p, base_low = unpack(word)
-        held = self._held[p]
-        if held.push is not None or held.version & 0xFFFF != base_low or line in self._pushed:
-            return
-        if held.refused_round == round_id:
-            return
-        if self.num_steps == held.since_step:
-            if self._state == CLOSING and self.rank == 0 and self._declined.get(line) != round_id:
-                self._declined[line] = round_id
-                link.courier.announce(line, pack(round_id, p, DECLINED))
-            return
-        push = self._snapshot(link, p, held, round_id, line)
-        held.push = push
-        self._pushed[line] = held
-        if self.rank == 0:
-            link.courier.announce(line, pack(round_id, p, ANNOUNCED))
-        if push.at_tokens is not None:
-            self._submit(link, p, held, push)
-        else:
-            self._wants_tokens.append(lambda _total: self._submit(link, p, held, push))
-
-    def _snapshot(self, link: Link, p: int, held: _Held, round_id: int, line: int) -> _Push:
-        n = link.layout.fragments[p].num_elements
-        low, high = (0, n) if self._config.sync.receipt == "rebase" else slice_bounds(n, self.num_ranks, self.rank)
-        snapshot = link.pool.take(high - low)
-        self._replica.copy_out(p, snapshot, low)
-        push = _Push(round_id, line, held.version, held.anchor, snapshot, self.num_steps, None, self.step_count)
-        push.at_tokens = self._tokens_now(push, "at_tokens")
-        return push
-
-    def _submit(self, link: Link, p: int, held: _Held, push: _Push) -> None:
-        fragment = link.layout.fragments[p]
-        low, high = slice_bounds(fragment.num_elements, self.num_ranks, self.rank)
-        header = None
-        counters = _NO_COUNTERS
-        if self.rank == 0:
-            counters = self._replica.counters(p)
-            assert push.at_tokens is not None
-            assert held.since_tokens is not None
-            header = UpHeader(
-                run_token=link.run_token,
-                round=push.round,
-                fragment=p,
-                base_version=push.base_version,
-                step=push.clock,
-                c_steps=push.at_step - held.since_step,
-                c_tokens=push.at_tokens - held.since_tokens,
-                incarnation=link.incarnation,
-                num_elements=fragment.num_elements,
-                num_counters=fragment.num_counters,
-            )
-        held.encodes += 1
-        encode = self._encoder(link, held, push, low, high)
-        link.courier.submit(
-            Upload(
-                push.round,
-                push.line,
-                p,
-                fragment.num_elements,
-                fragment.num_counters,
-                encode,
-                header,
-                counters,
-            )
-        )
-
-    def _encoder(self, link: Link, held: _Held, push: _Push, low: int, high: int) -> Callable[[], NDArray[np.uint8]]:
-        """The slice of the outer gradient (anchor minus theta) as it goes on the wire; runs in the link thread."""
-        rebase = self._config.sync.receipt == "rebase"
-        theta = push.snapshot[low:high] if rebase else push.snapshot
-
-        def encode() -> NDArray[np.uint8]:
-            # rebase needs the snapshot again at the receipt; else its buffer takes the difference
-            delta = np.subtract(push.anchor[low:high], theta, out=None if rebase else theta)
-            wire: NDArray[Any] = delta
-            if link.geometry.wire == "bf16":
-                push.residual = np.zeros_like(delta) if held.residual is None else held.residual.copy()
-                wire = np.empty(len(delta), dtype=np.uint16)
-                encode_bf16(delta, push.residual, wire)
-            push.encoded = True
-            held.encodes -= 1
-            return wire.view(np.uint8)
-
-        return encode
+    def _boundary(self) -> Boundary:
+        tokens = self.tokens if self.num_ranks == 1 else None
+        cursor = [s.position for s in self.shards]
+        return Boundary(self.num_steps, self.step_count, tokens, self._state == CLOSING, cursor)
 
     # -- lock-step, the end, and what goes wrong
 
@@ -603,14 +370,15 @@ class Learner:
         while self._is_held_back() and self.running and not self._may_leave:
             time.sleep(0.0005)
             self._wants_to_leave = time.monotonic() > deadline
-            self._exchange(0)
+            self._meet_boundary(0)
         self._wants_to_leave = False
 
     def _is_held_back(self) -> bool:
         if self._board is None:
             return True
+        assert self._exchange is not None
         limit = self._board.limit_step
-        return limit is not None and (self.step_count >= limit or bool(self._pushed))
+        return limit is not None and (self.step_count >= limit or self._exchange.awaits_outcome)
 
     def _drain(self, link: Link) -> None:
         """Serve rounds until the syncer says that the run is over (rule 7)."""
@@ -619,7 +387,7 @@ class Learner:
         extra = 2  # orders are one boundary late
         self._may_leave = False
         while extra:
-            self._exchange(0)
+            self._meet_boundary(0)
             phase = RUNNING if self._board is None else self._board.phase
             now = time.monotonic()
             if phase in (FINISHED, FINISHED_AFTER_LOSS):
@@ -635,8 +403,10 @@ class Learner:
             if self._is_syncer_gone(link):
                 self._give_up_on_syncer()
             time.sleep(0.001)
-        while remaining := link.courier.arrivals(link.courier.received_sequence):
-            self._take_arrivals(link, remaining)
+        assert self._exchange is not None
+        here = self._boundary()
+        while self._exchange.receive(link.courier.received_sequence, here):
+            self.step_count = here.clock
 
     def _part_from_group(self, link: Link) -> None:
         """No rank ends while a mate may still read from it."""

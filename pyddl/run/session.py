@@ -212,7 +212,7 @@ def _join(
     from ..link.buffers import BufferPool
     from ..link.courier import Courier
     from ..link.world import deadline
-    from .learner import Link
+    from .exchange import Link
 
     group, pair = world.group, world.pairs[0]
     assert group is not None

@@ -19,7 +19,8 @@ from pyddl.core.kernels import decode_bf16, encode_bf16
 from pyddl.core.layout import build_layout
 from pyddl.link.mailbox import pack
 from pyddl.link.port import Contribution
-from pyddl.run.learner import Learner, Link
+from pyddl.run.exchange import Link
+from pyddl.run.learner import Learner
 from pyddl.run.replica import Replica, tensor_specs
 from pyddl.store.trace import Trace
 

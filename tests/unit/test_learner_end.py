@@ -140,7 +140,7 @@ def test_learner_declines_only_in_close():
     desk.publish(1, 2.0)
     desk.train()
     desk.ask(base=1)
-    desk.learner._exchange(0)  # a boundary without a step, as in lock-step
+    desk.learner._meet_boundary(0)  # a boundary without a step, as in lock-step
     assert desk.nothing()
 
 
@@ -286,7 +286,7 @@ def test_learner_group_answers_one_boundary_late_together_with_common_tokens(rec
     twins.box.publish(0, 1, np.full(32, 9, dtype=np.float32), step=11, contains=1)
     twins.train(4)
     # replace: the version counts from the boundary at which both hold it; rebase: nothing is lost but the 4 pushed
-    lost = 4 if receipt == "rebase" else twins.learners[0]._held[0].since_step
+    lost = 4 if receipt == "rebase" else twins.learners[0]._exchange.fragments[0].since_step
     assert twins.values() == [9 - (9 - lost) * LR / 2] * 2
     assert twins.learners[0].step_count == twins.learners[1].step_count > 11
     twins.box.port.ask(0, 0)

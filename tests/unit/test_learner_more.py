@@ -21,7 +21,7 @@ def test_learner_rebase_push_seen_from_a_new_anchor_lies_in_a_buffer_of_the_pool
     r = desk.ask()
     desk.train()
     desk.contribution(r)
-    held = desk.learner._held[0]
+    held = desk.learner._exchange.fragments[0]
     before = held.push.snapshot
     taken: list[np.ndarray] = []
     take, give = pool.take, pool.give
@@ -54,7 +54,7 @@ def test_learner_rebase_push_that_is_not_yet_encoded_keeps_its_buffer_when_a_rec
         w.grad = w.detach() * 0 + 1
     desk.optimizer.step()
     desk.learner.step(tokens=1)
-    held = desk.learner._held[0]
+    held = desk.learner._exchange.fragments[0]
     before = held.push.snapshot
     assert not held.push.encoded, "the link thread has had no turn"
     given: list[np.ndarray] = []
