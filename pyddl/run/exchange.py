@@ -169,7 +169,8 @@ class Exchange:
             return False
         newest = {a.fragment: a for a in arrivals}
         superseded = [a for a in arrivals if newest[a.fragment] is not a]
-        limit = max(2, math.ceil(len(newest) / 4))
+        # As many as may be in flight at once, else receipts fall behind the rounds that H asks for.
+        limit = max(2, link.geometry.num_slots, math.ceil(len(newest) / 4))
         chosen = sorted(newest.values(), key=lambda a: a.sequence)[:limit]
         for arrival in superseded:
             link.pool.give(arrival.floats)
