@@ -180,6 +180,7 @@ class TimeoutConfig:
         syncer_s: a learner that has not heard the syncer for so long saves its state and exits with 75.
         drain_s: at the end, so long for the last rounds.
         stall_s: a transfer that does not move for so long marks the link as stalled.
+        save_s: at the end, so long for the last checkpoint, and for a learner's state, to reach the disk.
     """
 
     setup_s: float = 120.0
@@ -188,6 +189,7 @@ class TimeoutConfig:
     syncer_s: float = 300.0
     drain_s: float = 30.0
     stall_s: float = 5.0
+    save_s: float = 600.0
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):

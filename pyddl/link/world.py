@@ -98,20 +98,21 @@ class Window:
 
 
 class Pair:
-    """The communicator {syncer, one learner's ranks}: messages of the set-up, then the window."""
+    """The communicator {syncer, one learner's ranks}: messages of the set-up and of the end, and the window."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
         self._win: MPI.Win | None = None
 
     def send(self, message: dict[str, Any], to: int) -> None:
-        """Send a small message as JSON; set-up only."""
+        """Send a small message as JSON; at set-up and at the end only."""
         self._comm.Send([json.dumps(message).encode(), MPI.BYTE], dest=to)
 
     def receive(self, source: int) -> dict[str, Any]:
-        """Receive what :meth:`send` sends; set-up only, watched by :func:`deadline`."""
+        """Receive what :meth:`send` sends; watched by :func:`deadline`. Waits asleep: it may take minutes."""
         status = MPI.Status()
-        self._comm.Probe(source=source, status=status)
+        while not self._comm.Iprobe(source=source, status=status):
+            time.sleep(_MAX_NAP_S)
         raw = bytearray(status.Get_count(MPI.BYTE))
         self._comm.Recv([raw, MPI.BYTE], source=source)
         message: dict[str, Any] = json.loads(raw)

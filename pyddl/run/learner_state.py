@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..config import TimeoutConfig
 from ..errors import CheckpointError
 from ..store.checkpoint import read_learner_state, write_learner_state
 
@@ -36,22 +38,29 @@ def _path(folder: Path, learner: Learner) -> Path:
     return folder / f"learner-{learner.learner_id}{rank}.h5"
 
 
-def save_learner(folder: Path | None, learner: Learner, *, beside: bool = False) -> None:
+def save_learner(
+    folder: Path | None, learner: Learner, *, limit_s: float = TimeoutConfig.save_s, beside: bool = False
+) -> None:
     """Write the learner's state; a failure is a warning, since the run's state is the syncer's.
 
     Args:
         folder: of the run; None: nothing is written.
         learner: at a step boundary.
+        limit_s: the file system may take so long, seconds; later the state counts as not saved. Not with ``beside``.
         beside: take a copy and write it in a thread, beside training; left out while the last one is being written.
     """
     if folder is None:
         return
     path = _path(folder, learner)
+    deadline_s = time.monotonic() + limit_s
     writer = _writers.get(path)
     if writer is not None and writer.is_alive():
         if beside:
             return
-        writer.join()  # bounded by the file system; the newer state must be the last
+        writer.join(limit_s)  # the newer state must be the last
+        if writer.is_alive():
+            _warn_overdue(path, limit_s)
+            return
     arrays: dict[str, NDArray[Any]] = {"rng/torch": torch.get_rng_state().numpy()}
     meta: dict[str, Any] = {
         "num_steps": learner.num_steps,
@@ -66,13 +75,24 @@ def save_learner(folder: Path | None, learner: Learner, *, beside: bool = False)
     except (TypeError, ValueError) as error:  # a state that is no tensors and numbers
         log.warning("%s; the learner's optimizer state is not saved", error)
         return
-    if not beside:
-        _write(path, arrays, meta)
-        return
-    copies = {name: array.copy() for name, array in arrays.items()}  # the next step changes the originals
-    writer = threading.Thread(target=_write, args=(path, copies, meta), name="pyddl-save", daemon=True)
+    if beside:
+        arrays = {name: array.copy() for name, array in arrays.items()}  # the next step changes the originals
+    writer = threading.Thread(target=_write, args=(path, arrays, meta), name="pyddl-save", daemon=True)
     _writers[path] = writer
     writer.start()
+    if not beside:
+        writer.join(max(0.0, deadline_s - time.monotonic()))
+        if writer.is_alive():
+            _warn_overdue(path, limit_s)
+
+
+def _warn_overdue(path: Path, limit_s: float) -> None:
+    log.warning(
+        "the learner's state must reach the disk within %.0f s (timeouts.save_s); %s has not: it is not saved, the "
+        "file system may hang",
+        limit_s,
+        path,
+    )
 
 
 def _write(path: Path, arrays: dict[str, NDArray[Any]], meta: dict[str, Any]) -> None:

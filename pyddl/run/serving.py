@@ -188,10 +188,17 @@ def _serve(config: Config | None, world: World, task_toml: str) -> int:
     progress.end()
     executor.shutdown(wait=False)
     world.lost = syncer.after_loss
-    if not world.lost:  # what the learners were told: each frees its window with us
+    if not world.lost:  # what the learners were told: each waits for a last word, and frees its window with us
         with deadline(LEAVE_S, "all learners must leave MPI together", lambda: "one has not"):
             for pair in world.pairs:
-                pair.close()
+                for rank in range(1, 1 + world.num_ranks):
+                    pair.send({"lost": bool(syncer.unsaved)}, to=rank)
+            for pair in world.pairs:
+                if not syncer.unsaved:
+                    pair.close()
+    if syncer.unsaved:  # a thread that may never end, and a file system that answers nobody: no lock is released
+        world.lost = True
+        return 1
     if lock is not None:
         lock.release()
     return 0 if syncer.ended_well else _fail(reason)

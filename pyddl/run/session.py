@@ -168,8 +168,8 @@ class Session:
             num_learners=world.num_learners,
             num_ranks=world.num_ranks,
             receipts=receipts,
-            save=lambda who: save_learner(folder, who),
-            save_beside=lambda who: save_learner(folder, who, beside=True),
+            save=lambda who: save_learner(folder, who, limit_s=config.timeouts.save_s),
+            save_beside=lambda who: save_learner(folder, who, limit_s=config.timeouts.save_s, beside=True),
         )
         if link is not None:
             _end_with_the_run_on_signals(learner)
@@ -281,9 +281,12 @@ def _join(
         if exit_code:
             world.leave(exit_code, lost=True)
         if not world.lost:
-            with deadline(LEAVE_S, "the syncer must leave MPI with its learners", lambda: "it has not"):
-                pair.close()
-            world.clean = True
+            limit_s = config.timeouts.save_s + LEAVE_S  # it writes its last checkpoint first
+            with deadline(limit_s, "the syncer must leave MPI with its learners", lambda: "it has not"):
+                world.lost = bool(pair.receive(source=0)["lost"])
+                if not world.lost:
+                    pair.close()
+            world.clean = not world.lost
 
     return Link(
         courier,

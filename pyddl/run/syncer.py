@@ -172,6 +172,7 @@ class Syncer:
         self.num_in_last_merge = 0
         self.started_s = time.monotonic()
         self.outcome = ""
+        self.unsaved = ""  # why the last checkpoint was given up; its thread may never end
         self._view = view
         self._folder = folder
         self._set_busy = set_busy
@@ -556,9 +557,12 @@ class Syncer:
             self._settle()
         # Their last word has arrived, and they do not know it yet: the answer to one more read of the board tells them.
         deadline = time.monotonic() + _LINGER_S
-        while self._checkpoint is not None or self._unreported or time.monotonic() < deadline:
+        overdue = time.monotonic() + self.config.timeouts.save_s
+        while self._is_saving or time.monotonic() < deadline:
             self._settle()
             self._report_checkpoint()
+            if self._is_saving and time.monotonic() > overdue:
+                self._give_up_checkpoint()
         for pool in (self._merger, self._writer):
             pool.shutdown(wait=False)
         self._trace.write("Result", **self.result())
@@ -569,6 +573,18 @@ class Syncer:
         )
         self._trace.close()
         self._view.close()
+
+    @property
+    def _is_saving(self) -> bool:
+        return (self._checkpoint is not None or bool(self._unreported)) and not self.unsaved
+
+    def _give_up_checkpoint(self) -> None:
+        self.unsaved = (
+            f"the last checkpoint must be written within {self.config.timeouts.save_s:.0f} s (timeouts.save_s) and was "
+            f"not; the file system of {self._folder} may hang; the newest whole checkpoint there is an earlier one"
+        )
+        self._trace.write("CheckpointFailed", reason=self.unsaved)
+        self._view.say(f"warning: {self.unsaved}")
 
     def _settle(self) -> None:
         now = time.monotonic()

@@ -482,6 +482,19 @@ def test_world_full_disk_training_goes_on_with_a_warning(start_job: StartJob, tm
     run.assert_ended_in_order(result, run.members)
 
 
+def test_world_disk_that_hangs_at_the_end_is_given_up_and_nobody_is_left(start_job: StartJob, tmp_path):
+    run = Run(start_job, tmp_path, 2, [FAR, "sync.interval=6", "0:test.fault=hung_disk", "timeouts.save_s=2"])
+    run.wait_until_attached()
+    run.wait_for_merges(2)
+    result = run.stop()
+    assert result.returncode != 0, str(result)
+    assert result.stderr.count("the last checkpoint must be written within 2 s (timeouts.save_s) and was not") == 1
+    for m, g in run.members:
+        assert f"learner {m}-{g} done" in result.stdout, str(result)
+        assert (tmp_path / "run" / f"learner-{m}.h5").exists(), "a learner's own disk did not hang"
+    assert [e["kind"] for e in run.events("CheckpointFailed")] == ["CheckpointFailed"]
+
+
 # -------------------------------------------------------------------------------------------------- use of the CPU
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import h5py
 import pytest
 import torch
 
+from pyddl.run import learner_state
 from pyddl.run.learner_state import load_learner, save_learner
 from pyddl.run.shards import Shard
 
@@ -329,3 +331,31 @@ def test_save_beside_training_writes_what_was_there_at_the_boundary(tmp_path: Pa
     load_learner(tmp_path, learner(optimizer))
     for state, was in zip(optimizer.state.values(), wanted, strict=True):
         assert torch.equal(state["momentum_buffer"], was)
+
+
+class HungDisk:
+    """In the place of the write to a file system that has stopped to answer, until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+
+    def __call__(self, path: Path, arrays: Any, meta: Any) -> None:
+        self.answers.wait(30)
+
+
+@pytest.mark.parametrize("beside_first", [False, True])
+def test_learner_state_on_a_file_system_that_hangs_is_given_up_with_a_warning(
+    beside_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    disk = HungDisk()
+    monkeypatch.setattr(learner_state, "write_learner_state", disk)
+    who = learner(OPTIMIZERS["sgd_plain"](list(model().parameters())))
+    started_s = time.monotonic()
+    if beside_first:
+        save_learner(tmp_path, who, beside=True)
+    save_learner(tmp_path, who, limit_s=0.2)
+    assert time.monotonic() - started_s < 10
+    (warning,) = caplog.messages
+    assert "within 0 s (timeouts.save_s)" in warning
+    assert "learner-1.h5" in warning
+    disk.answers.set()

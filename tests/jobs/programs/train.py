@@ -5,7 +5,8 @@ usage: train.py FOLDER [R:]section.key=value ... [R:]test.key=value ...
 A word that begins with "R:" is meant for rank R of the world alone. Settings of the section "test" are the program's:
 
     step_s      a sleep in each inner step: the device's work
-    fault       what this process does to itself: exception, exit, segv, nan, buffer (another layout)
+    fault       what this process does to itself: exception, exit, segv, nan, buffer (another layout), hung_disk (of the
+                syncer: no checkpoint is ever written to its end)
     at_step     at which of its inner steps
     steps       inner steps after which this process leaves on its own; 0: it stays to the end
 
@@ -113,6 +114,10 @@ def main() -> None:
     folder = Path(sys.argv[1])
     sections, own = read_words(sys.argv[2:])
     sections.setdefault("run", {}).setdefault("dir", str(folder / "run"))
+    if own["fault"] == "hung_disk":
+        from pyddl.run import syncer
+
+        syncer.write_checkpoint = lambda *_args, **_kwargs: time.sleep(3600)
     session = pyddl.init(**sections)
 
     import numpy as np
