@@ -118,6 +118,8 @@ class SyncConfig:
         lockstep_steps: until this clock step learners WAIT for what they pushed (gives up decoupling).
     """
 
+        overlap_snapshots: copy what is pushed beside the next step, at the latest when the attached optimizer's step()
+            begins; False if anything else changes parameters between learner.step() and that.
     quorum: int = 1
     interval: str = "24"
     num_fragments: int = 0
@@ -132,6 +134,7 @@ class SyncConfig:
     lockstep_steps: int = 0
 
     def __post_init__(self) -> None:
+    overlap_snapshots: bool = True
         require(self.quorum >= 1, "sync.quorum", "at least 1", self.quorum)
         require(
             0 <= self.num_fragments < 1 << 16,

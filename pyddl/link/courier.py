@@ -180,11 +180,14 @@ class Courier(threading.Thread):
         self._in_a_hurry = False
         self._ending = False
         self._words: dict[int, int] = {}  # offset -> newest value to write
-        self._progress: tuple[int, ...] = ()  # newest values of the up board's first words
-        self._written_progress: tuple[int, ...] = ()
+        self._progress: tuple[int, int, float, int] | None = None  # newest values of the up board's first words
+        self._written_progress: tuple[int, int, float, int] | None = None
+        self._written_words: list[int] = []
+        self._chores: deque[Callable[[], None]] = deque()
         self._uploads: deque[Upload] = deque()
         self._arrivals: deque[Arrival] = deque()
         self._max_arrivals = len(layout.fragments) + geometry.num_slots
+        self._step_s = 0.0
         self._poll_s = _MIN_POLL_S
         self._pings = 0
         self._flushed_ping = 0
@@ -200,10 +203,9 @@ class Courier(threading.Thread):
 
     def report(self, *, state: int, step: int, num_steps: int, tokens: int, loss: float, step_s: float) -> None:
         """Put the learner's progress on the up board (rank 0)."""
-        # written by the link thread: the training thread only leaves the newest values
-        self._progress = (step << 32 | num_steps, tokens, _FLOAT_BITS.unpack(_FLOAT.pack(loss))[0], state)
-        # a board read well within each step is soon enough
-        self._poll_s = min(max(step_s / 8, _MIN_POLL_S), _MAX_POLL_S)
+        # the link thread does the rest: the training thread only leaves the newest values
+        self._progress = (step << 32 | num_steps, tokens, loss, state)
+        self._step_s = step_s
 
     def announce(self, line: int, word: int) -> None:
         """Answer the round on a line (rank 0)."""
@@ -213,6 +215,11 @@ class Courier(threading.Thread):
     def submit(self, upload: Upload) -> None:
         """Send a snapshot."""
         self._uploads.append(upload)
+        self._in_a_hurry = True
+
+    def do_soon(self, chore: Callable[[], None]) -> None:
+        """Let the link thread do something short, beside the next step."""
+        self._chores.append(chore)
         self._in_a_hurry = True
 
     def boundary_done(self) -> None:
@@ -245,7 +252,7 @@ class Courier(threading.Thread):
     def idle(self) -> bool:
         """Whether nothing of this rank waits to be sent."""
         written = self._progress is self._written_progress
-        return written and not self._uploads and not self._words and not self._unflushed
+        return written and not self._chores and not self._uploads and not self._words and not self._unflushed
 
     def end(self, timeout_s: float) -> bool:
         """Send what is left of the words, for at most ``timeout_s``, and stop the thread; whether it stopped."""
@@ -261,7 +268,7 @@ class Courier(threading.Thread):
 
     def tasks(self) -> list[Task]:
         """What the thread does, as generators that are given turns: started, they hold all of its state."""
-        return [self._read_board(), self._write_words(), self._upload(), self._download()]
+        return [self._do_chores(), self._read_board(), self._write_words(), self._upload(), self._download()]
 
     def run(self) -> None:
         """Give each task its turn until the end."""
@@ -273,6 +280,12 @@ class Courier(threading.Thread):
         except BaseException as error:
             self.failure = error
             log.exception("%s: the link thread has failed; the learner saves its state and ends", self._who)
+
+    def _do_chores(self) -> Task:
+        while True:
+            while self._chores:
+                self._chores.popleft()()
+            yield False
 
     def _read_board(self) -> Task:
         """Read the down board again and again; its answer is also the ping that allows a Flush."""
@@ -352,12 +365,16 @@ class Courier(threading.Thread):
         offsets = [self._geometry.up_word(index) for index in (STEPS, TOKENS, LOSS, STATE)]
         while True:
             if not (self.stalled or self._settling):
-                progress, before = self._progress, self._written_progress
-                if progress is not before:
-                    for index, value in enumerate(progress):
+                progress, before = self._progress, self._written_words
+                if progress is not None and progress is not self._written_progress:
+                    steps, tokens, loss, state = progress
+                    words = [steps, tokens, _FLOAT_BITS.unpack(_FLOAT.pack(loss))[0], state]
+                    for index, value in enumerate(words):
                         if not before or before[index] != value:
                             self._write(offsets[index], value)
-                    self._written_progress = progress
+                    self._written_progress, self._written_words = progress, words
+                    # a board read well within each step is soon enough
+                    self._poll_s = min(max(self._step_s / 8, _MIN_POLL_S), _MAX_POLL_S)
                 now = time.monotonic()
                 if now >= self._next_beat_s:
                     self._beats += 1

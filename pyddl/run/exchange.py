@@ -21,7 +21,7 @@ from ..link.buffers import BufferPool
 from ..link.courier import Arrival, Courier, Upload
 from ..link.mailbox import ANNOUNCED, DECLINED, NOT_MERGED, Board, Geometry, UpHeader, pack, unpack
 from ..store.trace import Trace
-from .replica import Replica
+from .replica import CopyOut, Replica
 
 __all__ = ["Boundary", "Exchange", "Link"]
 
@@ -81,6 +81,7 @@ class _Push:
     at_step: int  # inner steps made when it was taken
     at_tokens: int | None  # tokens by then; with G > 1 known one boundary later
     clock: int
+    copy: CopyOut  # into ``snapshot``; finished before the parameters change
     residual: NDArray[np.float32] | None = None  # what error feedback keeps if it is merged
     encoded: bool = False
 
@@ -108,9 +109,13 @@ class Exchange:
         receipts: the learner's tape.
         receipt: replace or rebase.
         num_ranks: G.
+        copies_later: whether :meth:`finish_copies` is called before each change of the parameters, so that snapshots
+            may be copied beside the next step.
     """
 
-    def __init__(self, link: Link, replica: Replica, receipts: Trace, *, receipt: str, num_ranks: int) -> None:
+    def __init__(
+        self, link: Link, replica: Replica, receipts: Trace, *, receipt: str, num_ranks: int, copies_later: bool
+    ) -> None:
         self.fragments = [_Held(v, a) for v, a in zip(link.versions, link.anchors, strict=True)]
         self._link = link
         self._replica = replica
@@ -118,6 +123,8 @@ class Exchange:
         self._rebases = receipt == "rebase"
         self._rank = link.group.rank
         self._num_ranks = num_ranks
+        self._copies_later = copies_later
+        self._copies: list[CopyOut] = []
         self._wants_tokens: list[Callable[[int], None]] = []
         self._pushed: dict[int, _Held] = {}  # slots that hold a push of unknown outcome, and of which fragment
         self._declined: dict[int, int] = {}  # line -> round that was declined last
@@ -132,6 +139,12 @@ class Exchange:
         for fill in self._wants_tokens:
             fill(total)
         self._wants_tokens.clear()
+
+    def finish_copies(self) -> None:
+        """The parameters are about to change: see to it that the snapshots are whole."""
+        for copy in self._copies:
+            copy.finish()
+        self._copies.clear()
 
     def carry_out(self, board: Board, upto_sequence: int, here: Boundary) -> None:
         """Outcomes, receipts and answers of one boundary; ``here.clock`` is raised to that of what is received."""
@@ -167,6 +180,7 @@ class Exchange:
         arrivals = link.courier.arrivals(upto_sequence)
         if not arrivals:
             return False
+        self.finish_copies()  # at the end there are boundaries without a step between them
         newest = {a.fragment: a for a in arrivals}
         superseded = [a for a in arrivals if newest[a.fragment] is not a]
         # As many as may be in flight at once, else receipts fall behind the rounds that H asks for.
@@ -246,61 +260,71 @@ class Exchange:
             return
         push = self._snapshot(p, held, round_id, line, here)
         held.push = push
+        held.encodes += 1
         self._pushed[line] = held
         if self._rank == 0:
             courier.announce(line, pack(round_id, p, ANNOUNCED))
+        counters = self._replica.counters(p) if self._rank == 0 else _NO_COUNTERS
         if push.at_tokens is not None:
-            self._submit(p, held, push)
+            self._submit(p, held, push, counters)
         else:
-            self._wants_tokens.append(lambda _total: self._submit(p, held, push))
+            self._wants_tokens.append(lambda _total: self._submit(p, held, push, counters))
 
     def _snapshot(self, p: int, held: _Held, round_id: int, line: int, here: Boundary) -> _Push:
         low, high = self._slice(p)
         if self._rebases:
             low, high = 0, self._link.layout.fragments[p].num_elements
         snapshot = self._link.pool.take(high - low)
-        self._replica.copy_out(p, snapshot, low)
-        push = _Push(round_id, line, held.version, held.anchor, snapshot, here.num_steps, None, here.clock)
+        copy = self._replica.begin_copy_out(p, snapshot, low)
+        if self._copies_later:
+            self._copies.append(copy)
+            if here.tokens is None:  # it is submitted one boundary later
+                self._link.courier.do_soon(copy.finish)
+        else:
+            copy.finish()
+        push = _Push(round_id, line, held.version, held.anchor, snapshot, here.num_steps, None, here.clock, copy)
         push.at_tokens = self._tokens_now(here, push, "at_tokens")
         return push
 
     def _slice(self, p: int) -> tuple[int, int]:
         return slice_bounds(self._link.layout.fragments[p].num_elements, self._num_ranks, self._rank)
 
-    def _submit(self, p: int, held: _Held, push: _Push) -> None:
-        link = self._link
-        fragment = link.layout.fragments[p]
-        header = None
-        counters = _NO_COUNTERS
-        if self._rank == 0:
-            counters = self._replica.counters(p)
-            assert push.at_tokens is not None
-            assert held.since_tokens is not None
+    def _submit(self, p: int, held: _Held, push: _Push, counters: NDArray[np.int64]) -> None:
+        """Hand a snapshot to the link thread, which does all that can wait: the training thread's time is dear."""
+        assert push.at_tokens is not None
+        assert held.since_tokens is not None
+        c_steps, c_tokens = push.at_step - held.since_step, push.at_tokens - held.since_tokens
+        encode = self._encoder(held, push, *self._slice(p))  # now: a receipt may change what the push refers to
+
+        def submit() -> None:
+            push.copy.finish()
+            link, fragment = self._link, self._link.layout.fragments[p]
             header = UpHeader(
                 run_token=link.run_token,
                 round=push.round,
                 fragment=p,
                 base_version=push.base_version,
                 step=push.clock,
-                c_steps=push.at_step - held.since_step,
-                c_tokens=push.at_tokens - held.since_tokens,
+                c_steps=c_steps,
+                c_tokens=c_tokens,
                 incarnation=link.incarnation,
                 num_elements=fragment.num_elements,
                 num_counters=fragment.num_counters,
             )
-        held.encodes += 1
-        link.courier.submit(
-            Upload(
-                push.round,
-                push.line,
-                p,
-                fragment.num_elements,
-                fragment.num_counters,
-                self._encoder(held, push, *self._slice(p)),
-                header,
-                counters,
+            link.courier.submit(
+                Upload(
+                    push.round,
+                    push.line,
+                    p,
+                    fragment.num_elements,
+                    fragment.num_counters,
+                    encode,
+                    header if self._rank == 0 else None,
+                    counters,
+                )
             )
-        )
+
+        self._link.courier.do_soon(submit)
 
     def _encoder(self, held: _Held, push: _Push, low: int, high: int) -> Callable[[], NDArray[np.uint8]]:
         """The slice of the outer gradient (anchor minus theta) as it goes on the wire; runs in the link thread."""

@@ -93,7 +93,18 @@ class Learner:
         self._board: Board | None = None
         self._exchange: Exchange | None = None
         if link is not None:
-            self._exchange = Exchange(link, replica, receipts, receipt=config.sync.receipt, num_ranks=num_ranks)
+            overlaps = config.sync.overlap_snapshots and isinstance(optimizer, torch.optim.Optimizer)
+            exchange = Exchange(
+                link,
+                replica,
+                receipts,
+                receipt=config.sync.receipt,
+                num_ranks=num_ranks,
+                copies_later=overlaps,
+            )
+            if overlaps:  # another kind of optimizer has no hooks: its snapshots are copied at once
+                optimizer.register_step_pre_hook(lambda *_: exchange.finish_copies())
+            self._exchange = exchange
         self._order: tuple[Any, Any, NDArray[np.int64], NDArray[np.uint64]] | None = None
         self._saved_step: int | None = None  # checkpoint of the syncer beside which the state was saved
         self._stopped = False
@@ -212,7 +223,8 @@ class Learner:
         """Tell pyddl that an inner step has been made; exchange with the syncer without waiting for it.
 
         Call it after ``optimizer.step()``, when no graph that needs the parameters is alive. Costs under a millisecond
-        plus the copies of at most a few fragments.
+        plus the copies of at most a few fragments. What is pushed is copied beside the next step: up to the optimizer's
+        next ``step()`` nothing else may change the parameters (else set ``sync.overlap_snapshots`` to false).
 
         Args:
             tokens: tokens (or samples) of this rank's step, >= 1: the weight of the contribution.

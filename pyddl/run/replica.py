@@ -9,6 +9,7 @@ another dtype, device or shape, a parameter that the optimizer does not know, a 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from ..core.kernels import checksum
 from ..core.layout import Layout, Segment, TensorSpec
 from ..errors import ConfigError
 
-__all__ = ["Replica", "tensor_specs"]
+__all__ = ["CopyOut", "Replica", "tensor_specs"]
 
 _NO_COUNTERS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -69,6 +70,20 @@ def tensor_specs(model: nn.Module) -> list[TensorSpec]:
     return specs
 
 
+@dataclass(frozen=True)
+class _Mark:
+    """By what a tensor is recognised whose views are kept; ``tensor`` is a detached alias, no graph hangs on it."""
+
+    tensor: torch.Tensor
+    pointer: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Mark:
+        return cls(tensor, tensor.data_ptr(), tensor.shape, tensor.stride())
+
+
 class _Place:
     """Where the model keeps one tensor of the layout, under one name or, tied, under several."""
 
@@ -101,6 +116,22 @@ class _Place:
                 "the model before session.attach()"
             )
         return tensor.detach()
+
+    def still_has(self, mark: _Mark) -> bool:
+        """Whether :meth:`look_up` would find what it found when the mark was made; in a quarter of its time."""
+        tensor = self._find(self._paths[0])
+        if tensor is None or (self._parameter is not None and tensor is not self._parameter):
+            return False
+        for path in self._paths[1:]:
+            if self._find(path) is not tensor:
+                return False
+        return (
+            tensor.data_ptr() == mark.pointer
+            and tensor.dtype is self._dtype
+            and tensor.shape == mark.shape
+            and tensor.stride() == mark.stride
+            and tensor.is_cpu
+        )
 
     def require_frozen(self) -> None:
         """Refuse a frozen parameter that has become one to train: no fragment holds it."""
@@ -144,9 +175,30 @@ class _Place:
 class _Views:
     """Numpy arrays that share memory with a fragment's tensors."""
 
-    pointers: list[int]  # of the tensors; the arrays keep the memory, so no other tensor can come to lie there
+    marks: list[_Mark]  # of the tensors; the arrays keep the memory, so no other tensor can come to lie there
     arrays: list[NDArray[np.float32]]
     starts: list[int]  # of each array in the fragment
+
+
+class CopyOut:
+    """A part of a fragment on its way into a buffer: copied once, by the first thread that asks for it.
+
+    A learner's link thread copies while the next step computes its gradients; the training thread asks before the
+    parameters change (the pre-hook of its optimizer), and copies itself what has not been begun.
+    """
+
+    def __init__(self, pairs: list[tuple[NDArray[np.float32], NDArray[np.float32]]]) -> None:
+        self._pairs = pairs  # (to, from)
+        self._lock = threading.Lock()
+
+    def finish(self) -> None:
+        """Return when the buffer holds its part."""
+        if not self._pairs:
+            return
+        with self._lock:
+            for target, source in self._pairs:
+                target[:] = source
+            self._pairs = []
 
 
 class Replica:
@@ -169,20 +221,25 @@ class Replica:
 
     def copy_out(self, fragment: int, out: NDArray[np.float32], low: int = 0) -> None:
         """Copy elements ``low`` to ``low + len(out)`` of a fragment into ``out``, float32."""
+        self.begin_copy_out(fragment, out, low).finish()
+
+    def begin_copy_out(self, fragment: int, out: NDArray[np.float32], low: int = 0) -> CopyOut:
+        """:meth:`copy_out` to be finished before a parameter changes, in any thread; all checks are made now."""
         if fragment == 0:  # once in H steps is often enough for what no copy comes across
             for place in self._frozen:
                 place.require_frozen()
-        views = self._numpy_views(fragment)
-        if views is not None:
-            high = low + len(out)
-            for array, at in zip(views.arrays, views.starts, strict=True):
-                first, last = max(at, low), min(at + len(array), high)
-                if first < last:
-                    out[first - low : last - low] = array[first - at : last - at]
-            return
-        target = torch.from_numpy(out)
-        for tensor, start, stop, at in self._pieces(fragment, low, low + len(out)):
-            target[at : at + stop - start].copy_(tensor.reshape(-1)[start:stop])
+        views, high = self._numpy_views(fragment), low + len(out)
+        if views is None:
+            target = torch.from_numpy(out)
+            for tensor, start, stop, at in self._pieces(fragment, low, high):
+                target[at : at + stop - start].copy_(tensor.reshape(-1)[start:stop])
+            return CopyOut([])
+        pairs = []
+        for array, at in zip(views.arrays, views.starts, strict=True):
+            first, last = max(at, low), min(at + len(array), high)
+            if first < last:
+                pairs.append((out[first - low : last - low], array[first - at : last - at]))
+        return CopyOut(pairs)
 
     def copy_in(self, fragment: int, floats: NDArray[np.float32]) -> None:
         """Set a fragment's parameters. Where a dtype is narrower, ``floats`` becomes what the tensor then holds."""
@@ -190,8 +247,8 @@ class Replica:
         if views is not None:
             for array, at in zip(views.arrays, views.starts, strict=True):
                 array[:] = floats[at : at + len(array)]
-            for index in self._own[fragment]:  # so that autograd still notices a graph that needs the old values
-                increment_version(self._places[index].look_up())
+            for mark in views.marks:  # so that autograd still notices a graph that needs the old values
+                increment_version(mark.tensor)
             return
         source = torch.from_numpy(floats)
         for tensor, start, stop, at in self._pieces(fragment, 0, len(floats)):
@@ -229,19 +286,20 @@ class Replica:
     def _numpy_views(self, fragment: int) -> _Views | None:
         """The segments of a plain float32 fragment as numpy arrays; None if it holds anything else.
 
-        Kept, since making them anew costs as much as copying 50 kB; made again if a tensor's storage was exchanged.
+        Kept, since making them anew costs as much as copying 50 kB; made again if anything about a tensor has changed.
         """
         if not self._exact[fragment]:
             return None
+        known, places = self._views[fragment], [self._places[index] for index in self._own[fragment]]
+        if known is not None and all(map(_Place.still_has, places, known.marks)):
+            return known
+        self._views[fragment] = None
         tensors = {index: self._places[index].look_up() for index in self._own[fragment]}
         if not all(t.is_contiguous() for t in tensors.values()):
             return None
-        known, pointers = self._views[fragment], [t.data_ptr() for t in tensors.values()]
-        if known is not None and known.pointers == pointers:
-            return known
         segments = self._fragments[fragment].segments
         arrays = [tensors[s.tensor].view(-1)[s.start : s.stop].numpy() for s in segments]
-        views = _Views(pointers, arrays, [s.offset for s in segments])
+        views = _Views([_Mark.of(t) for t in tensors.values()], arrays, [s.offset for s in segments])
         self._views[fragment] = views
         return views
 

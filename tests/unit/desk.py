@@ -7,8 +7,10 @@ SGD with learning rate 0.5.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,11 +42,17 @@ class Desk:
     """One learner and, on the other side of its mailbox, the test in the syncer's place."""
 
     def __init__(
-        self, *settings: str, fragments: int = 1, slots: int = 2, receipts: Path | None = None, step: int = 0
+        self,
+        *settings: str,
+        fragments: int = 1,
+        slots: int = 2,
+        receipts: Path | None = None,
+        step: int = 0,
+        optimizer: Callable[..., Any] = torch.optim.SGD,
     ) -> None:
         self.config, _ = load_config(None, settings)
         self.model = Weights(fragments)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
+        self.optimizer = optimizer(self.model.parameters(), lr=LR)
         specs = tensor_specs(self.model)
         layout = build_layout(specs, num_fragments=fragments, policy="tensor")
         self.fragment_of = {f.segments[0].tensor: p for p, f in enumerate(layout.fragments)}
@@ -86,11 +94,15 @@ class Desk:
         """Steps with the gradient 1; before each, the link thread gets its turns."""
         for _ in range(steps):
             self.box.turns(8)
-            for w in self.model.w:
-                w.grad = torch.ones(1)
-            self.optimizer.step()
-            self.learner.step(tokens=tokens, loss=torch.tensor(1.0))
+            self.step(tokens)
         self.box.turns(16)
+
+    def step(self, tokens: int = TOKENS) -> None:
+        """One step, the link thread getting no turn."""
+        for w in self.model.w:
+            w.grad = torch.ones(1)
+        self.optimizer.step()
+        self.learner.step(tokens=tokens, loss=torch.tensor(1.0))
 
     def ask(self, fragment: int = 0, base: int = 0, line: int = 0, round_id: int | None = None) -> int:
         if round_id is None:

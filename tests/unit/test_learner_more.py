@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from test_learner import LR, Desk
+import torch
+from test_learner import LR, TOKENS, Desk, content
 
 from pyddl.errors import ConfigError
 from pyddl.link.mailbox import FINISHED, MERGED, NOT_MERGED
@@ -119,3 +122,40 @@ def test_learner_merged_push_frees_its_buffers_for_the_next():
         desk.publish(version, 5.0, contains=r)
         desk.train()
     assert sum(map(len, desk.box.pool._free.values())) >= 1
+
+
+class OwnOptimizer:
+    """Not one of torch's: nothing can be hooked before its step."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], lr: float) -> None:
+        self.parameters, self.lr = list(parameters), lr
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for p in self.parameters:
+                p -= self.lr * p.grad
+
+
+@pytest.mark.parametrize("overlap", ["true", "false"])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, OwnOptimizer])
+@pytest.mark.parametrize("receipt", ["replace", "rebase"])
+def test_learner_snapshot_is_of_its_boundary_though_it_is_copied_beside_the_next_step(
+    receipt: str, optimizer: Any, overlap: str
+):
+    desk = Desk(f"sync.receipt={receipt}", f"sync.overlap_snapshots={overlap}", optimizer=optimizer)
+    r = desk.ask()
+    desk.box.turns(8)
+    desk.step()  # taken here ...
+    desk.step()  # ... and the link thread has not had a turn when the parameters change again
+    assert desk.weight == 8 - 2 * LR
+    assert content(desk.contribution(r)) == (LR, 0, 1, 1, TOKENS)
+
+
+def test_learner_snapshot_that_does_not_overlap_survives_any_change_of_the_parameters():
+    desk = Desk("sync.overlap_snapshots=false")
+    r = desk.ask()
+    desk.box.turns(8)
+    desk.step()
+    with torch.no_grad():
+        desk.model.w[0].fill_(100)  # averaged weights put in for an evaluation, say
+    assert content(desk.contribution(r)) == (LR, 0, 1, 1, TOKENS)

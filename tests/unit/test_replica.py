@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -249,3 +251,21 @@ def test_replica_model_that_is_sparse_or_elsewhere_is_refused_by_name():
         tensor_specs(model)
     with pytest.raises(ConfigError, match=r"weight is on meta.*model\.cpu\(\)"):
         tensor_specs(nn.Linear(2, 2, device="meta"))
+
+
+def test_replica_copy_that_two_threads_ask_for_is_whole_when_either_has_it():
+    model = nn.Linear(2048, 1024, bias=False)
+    layout = build_layout(tensor_specs(model), num_fragments=1)
+    replica = Replica(model, layout)
+    with ThreadPoolExecutor(1) as other:
+        for value in range(1, 40):
+            nn.init.constant_(model.weight, value)
+            out = np.zeros(layout.fragments[0].num_elements, dtype=np.float32)
+            copy = replica.begin_copy_out(0, out)
+            future = other.submit(copy.finish)
+            if value % 2:
+                time.sleep(0.0002)  # in the midst of the other's copy
+            copy.finish()
+            nn.init.constant_(model.weight, -1)  # the next step
+            future.result(10)
+            assert (out == value).all()
