@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from ..config import Config, OuterConfig, RunConfig, SyncConfig, TimeoutConfig, to_toml
-from ..core.layout import Layout, describe_difference
+from ..core.layout import Layout
+from ..core.layout_difference import describe_difference
 from ..core.protocol import Protocol
 from ..errors import ConfigError, LayoutMismatch, PyddlError
 from ..link.mailbox import Geometry

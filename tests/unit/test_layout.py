@@ -22,9 +22,9 @@ from pyddl.core.layout import (
     Segment,
     TensorSpec,
     build_layout,
-    describe_difference,
     slice_bounds,
 )
+from pyddl.core.layout_difference import describe_difference
 from pyddl.errors import ConfigError, LayoutMismatch, ShapeError
 
 
