@@ -1,7 +1,7 @@
 """The command line: ``pyddl train | syncer | guard | info | settings | inspect | export``.
 
-Here: arguments, dispatch, and how errors are shown (one sentence, exit status 2 for a mistake of the user). Not here:
-what the commands do. Each imports what it needs when it is called, so ``pyddl info`` works on a login node.
+Here: arguments and dispatch. Not here: how errors are shown (commands.py), what the commands do. Each imports what it
+needs when it is called, so ``pyddl info`` works on a login node.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from .errors import ConfigError, PyddlError
+from .commands import CommandParser, exit_status_of
+from .errors import ConfigError
 
 __all__ = ["main"]
 
@@ -22,36 +24,23 @@ _SETTINGS_HELP = "settings that override the file's, such as sync.quorum=2 run.m
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    return exit_status_of(lambda: _run(words))
+
+
+def _run(words: list[str]) -> int:
     if words[:1] == ["guard"]:  # everything after it belongs to the guarded command
         from .run import guard
 
         return guard.main(words[1:])
     arguments = _parser().parse_args(words)
     logging.basicConfig(level=logging.WARNING, format="pyddl: %(message)s")
-    try:
-        return int(arguments.run_command(arguments) or 0)
-    except PyddlError as error:
-        _say_once(error)
-        return error.exit_status
-    except BrokenPipeError:
-        return 0
+    return int(arguments.run_command(arguments) or 0)
 
 
-def _say_once(error: PyddlError) -> None:
-    """Before MPI runs every rank finds the same mistake, and the first shows it; afterwards the one that finds it."""
-    from .run.launcher import detect
-
-    if error.is_told:
-        return
-    world_is_up = "pyddl.link.world" in sys.modules
-    if world_is_up or detect(ancestors=()).rank in (None, 0):
-        sys.stderr.write(f"pyddl: {error}\n")
-
-
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> CommandParser:
     from . import __version__
 
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="pyddl", description="Decoupled DiLoCo over MPI: learners that never wait for one another."
     )
     parser.add_argument("--version", action="version", version=f"pyddl {__version__}")
@@ -150,12 +139,15 @@ def _info(arguments: argparse.Namespace) -> int:
 def _settings(arguments: argparse.Namespace) -> int:
     from .view.settings import describe_settings
 
-    task = {}
+    task: dict[str, Any] = {}
     if arguments.lm:
+        from .config import load_config
         from .tasks import lm
 
-        task = {"lm": lm.LMConfig()}
-        sys.stdout.write("# pyddl train puts these below the file: " + " ".join(lm.RECOMMENDED) + "\n")
+        an_end = ["run.max_steps=1000"]  # which the schedule needs, and which is not shown
+        config, _ = load_config(None, an_end, defaults=lm.RECOMMENDED)
+        task = {"sync": config.sync, "lm": lm.LMConfig()}
+        sys.stdout.write("# pyddl train has defaults of its own, which stand here: " + " ".join(lm.RECOMMENDED) + "\n")
     sys.stdout.write(describe_settings(task))
     return 0
 

@@ -252,8 +252,8 @@ def load_config(
         The :class:`Config`, and an instance for each of ``sections`` by name.
 
     Raises:
-        ConfigError: for an unknown section or key (the nearest known one is named), a wrong type, or a bad
-            value.
+        ConfigError: for an unknown section or key (the nearest known one is named), a wrong type, a bad
+            value, or a run without an end where ``defaults`` have a schedule in shares of the run.
     """
     types_by_section: dict[str, type] = {f.name: _section_type(Config, f.name) for f in dataclasses.fields(Config)}
     types_by_section.update(sections or {})
@@ -319,11 +319,15 @@ def _put(
     values[section][name] = _convert(f"{section}.{name}", value, _section_type(types_by_section[section], name))
 
 
-def _unknown(what: str, word: str, known: Iterable[str], origin: str, prefix: str = "") -> str:
+def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """What to do about an unknown word: the nearest known one, else all of them."""
     known = sorted(known)
     near = difflib.get_close_matches(word, known, 1)
-    hint = f"did you mean {prefix}{near[0]}?" if near else "known: " + ", ".join(known)
-    return f"unknown {what} in {origin}; {hint}"
+    return f"did you mean {prefix}{near[0]}?" if near else "known: " + ", ".join(known)
+
+
+def _unknown(what: str, word: str, known: Iterable[str], origin: str, prefix: str = "") -> str:
+    return f"unknown {what} in {origin}; {nearest(word, known, prefix)}"
 
 
 def _section_type(owner: type, name: str) -> Any:

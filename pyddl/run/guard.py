@@ -201,7 +201,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words:
         _say(f"pyddl guard: a command to run is required; none came\n{_USAGE}".rstrip())
         return 2
-    return run(words)
+    try:
+        return run(words)
+    except KeyboardInterrupt:  # while nothing is guarded yet, or any more
+        return 128 + signal.SIGINT
 
 
 def _become(argv: Sequence[str], guard_pid: int, protect_write: int, mask: set[int], libc: ctypes.CDLL) -> None:

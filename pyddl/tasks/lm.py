@@ -33,8 +33,9 @@ from numpy.typing import NDArray
 
 import pyddl
 
+from ..commands import CommandParser, exit_status_of
 from ..config import Config, load_config, require, require_one_of
-from ..errors import CheckpointError, ConfigError, PyddlError
+from ..errors import CheckpointError, ConfigError
 from .corpus import Batches, Corpus
 from .model import PRESETS, ByteLM, ModelConfig
 
@@ -334,12 +335,14 @@ def _load_parameters(model: ByteLM, run: Path) -> None:
     model.load_state_dict(tensors)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m pyddl.tasks.lm", description="A byte-level language model.")
+def _parser() -> CommandParser:
+    parser = CommandParser(prog="python -m pyddl.tasks.lm", description="A byte-level language model.")
     commands = parser.add_subparsers(dest="command", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--config", type=Path, help="TOML file (evaluate: config.toml of the run, if it is there)")
-    common.add_argument("settings", nargs="*", metavar="section.key=value", help="settings that override the file's")
+    common.add_argument(
+        "settings", nargs="*", default=[], metavar="section.key=value", help="settings that override the file's"
+    )
     commands.add_parser("train", parents=[common], help="one learner's rank or the syncer; start it under mpiexec")
     # RUN must come before the open-ended list of settings, so it belongs to a parent that is listed first.
     run = argparse.ArgumentParser(add_help=False)
@@ -353,38 +356,35 @@ def _parser() -> argparse.ArgumentParser:
 
 def _command(argv: Sequence[str] | None = None) -> int:
     """Run one of the commands; results go to standard output as JSON."""
-    arguments = _parser().parse_args(argv)
+    return exit_status_of(lambda: _run(_parser().parse_args(argv)))
+
+
+def _run(arguments: argparse.Namespace) -> int:
     file = arguments.config
     if arguments.command == "evaluate" and file is None and (arguments.run / "config.toml").is_file():
         file = arguments.run / "config.toml"
-    try:
-        # Only a run exchanges anything; the others must not fail for a schedule that needs a run's length.
-        defaults = RECOMMENDED if arguments.command == "train" else ()
-        config, sections = load_config(file, arguments.settings, sections={"lm": LMConfig}, defaults=defaults)
-        lm: LMConfig = sections["lm"]
-        if arguments.command == "train":
-            main(config, lm)
-            return 0
-        if arguments.command == "evaluate":
-            result: dict[str, Any] = {"loss": evaluate_run(arguments.run, lm)}
-        else:
-            tokens = config.run.max_tokens
-            if not tokens:
-                tokens = config.run.max_steps * arguments.data_parallel * lm.batch_size * lm.model.context
-            if not tokens:
-                raise ConfigError(
-                    "a baseline must know where to end; neither is set; set run.max_tokens or run.max_steps"
-                )
-            result = baseline(
-                lm,
-                total_tokens=tokens,
-                data_parallel=arguments.data_parallel,
-                seed=config.run.seed,
-                evaluate_every_steps=arguments.every,
-            )
-    except PyddlError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_status
+    # Only a run exchanges anything; the others must not fail for a schedule that needs a run's length.
+    defaults = RECOMMENDED if arguments.command == "train" else ()
+    config, sections = load_config(file, arguments.settings, sections={"lm": LMConfig}, defaults=defaults)
+    lm: LMConfig = sections["lm"]
+    if arguments.command == "train":
+        main(config, lm)
+        return 0
+    if arguments.command == "evaluate":
+        result: dict[str, Any] = {"loss": evaluate_run(arguments.run, lm)}
+    else:
+        tokens = config.run.max_tokens
+        if not tokens:
+            tokens = config.run.max_steps * arguments.data_parallel * lm.batch_size * lm.model.context
+        if not tokens:
+            raise ConfigError("a baseline must know where to end; neither is set; set run.max_tokens or run.max_steps")
+        result = baseline(
+            lm,
+            total_tokens=tokens,
+            data_parallel=arguments.data_parallel,
+            seed=config.run.seed,
+            evaluate_every_steps=arguments.every,
+        )
     sys.stdout.write(json.dumps(result) + "\n")
     return 0
 

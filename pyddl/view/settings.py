@@ -34,7 +34,7 @@ def describe_settings(task: Mapping[str, Any]) -> str:
     """All sections at their defaults, as TOML that ``--config`` takes.
 
     Args:
-        task: further sections, by name.
+        task: further sections, by name; one of pyddl's own is shown in place of its defaults.
     """
     config = Config()
     sections = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)} | dict(task)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from pyddl.cli import main
+from pyddl.config import load_config
+from pyddl.run import guard
 
 CLEAN = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "HYD", "OMPI", "PMIX", "SLURM"))}
 
@@ -32,6 +35,7 @@ CLEAN = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "HYD", 
         (["quorum=2"], "must read section.key=value; got 'quorum=2'"),
         (["outer.lr=nan"], "outer.lr must be positive and finite"),
         (["timeouts.group_s=-1"], "timeouts.group_s must be positive"),
+        ([], "the run must have an end; neither run.max_steps nor run.max_tokens is set"),
     ],
 )
 def test_train_bad_setting_is_one_sentence_and_status_2(words, says, capsys, monkeypatch) -> None:
@@ -65,9 +69,14 @@ def test_train_resume_without_a_run_is_status_2(tmp_path, capsys) -> None:
     assert "must be readable" in capsys.readouterr().err
 
 
-def test_train_settings_after_options_are_taken(tmp_path, capsys) -> None:
+def test_train_settings_before_after_and_between_options_are_taken(tmp_path, capsys) -> None:
     """`pyddl train --data X run.dir=Y` and `pyddl train run.dir=Y --data X` are both natural to type."""
-    for words in (["--data", "x", "sync.quorum=0"], ["sync.quorum=0", "--data", "x"]):
+    for words in (
+        ["--data", "x", "sync.quorum=0"],
+        ["sync.quorum=0", "--data", "x"],
+        ["sync.quorum=2", "--data", "x", "sync.quorum=0"],
+        ["sync.quorum=2", "--data", "x", "--", "sync.quorum=0"],
+    ):
         assert main(["train", *words]) == 2
         assert "sync.quorum must be at least 1" in capsys.readouterr().err
 
@@ -104,6 +113,60 @@ def test_info_plan_of_7e9_parameters_gives_the_known_sizes() -> None:
     assert sizes["mailbox_bytes"] == pytest.approx(2 * 2 * 8 * 7e9 * 4 / 24, rel=1e-6)  # two slots each way, 8 learners
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["trian"], "unknown command 'trian'; did you mean train?"),
+        (["zzz"], "unknown command 'zzz'; known: export, guard, info, inspect, settings, syncer, train"),
+        (["run.max_steps=5"], "unknown command 'run.max_steps=5'; known: "),
+        (["--vresion"], "unknown option --vresion; did you mean --version?"),
+        (["train", "--rezume", "X"], "unknown option --rezume; did you mean --resume? (see pyddl train --help)"),
+        (["train", "--rezume=X"], "unknown option --rezume; did you mean --resume?"),
+        (["train", "run.max_steps=5", "-resume", "X"], "unknown option -resume; did you mean --resume?"),
+        (["inspect", "RUN", "--jsno"], "unknown option --jsno; did you mean --json?"),
+        (["inspect", "--jsno"], "unknown option --jsno; did you mean --json?"),
+        (["export", "RUN", "FILE", "--zzz"], "unknown option --zzz; known: --help, -h"),
+        (["inspect", "RUN", "again"], "unrecognized arguments: again (see pyddl inspect --help)"),
+        (["train", "--resume"], "argument --resume: expected one argument"),
+        (["info", "--learners", "two"], "argument --learners: invalid int value: 'two'"),
+        ([], "the following arguments are required: COMMAND"),
+    ],
+)
+def test_wrong_word_is_one_sentence_with_the_nearest_right_one_and_status_2(words, says, capsys) -> None:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"pyddl: {says}")
+    assert error.count("\n") == 1
+
+
+def test_wrong_word_is_shown_by_the_first_rank_alone(tmp_path) -> None:
+    for rank, lines in ((0, 1), (1, 0)):
+        done = _pyddl("trian", folder=tmp_path, PMI_RANK=str(rank), PMI_SIZE="2")
+        assert (done.returncode, done.stderr.count("\n")) == (2, lines)
+
+
+def test_option_may_be_abbreviated_and_a_negative_number_is_no_option(tmp_path, capsys) -> None:
+    assert main(["train", "--res", str(tmp_path / "none")]) == 2
+    assert "must be readable" in capsys.readouterr().err
+    assert main(["info", "--parameters", "-3"]) == 2
+    assert "--parameters must be at least 1; got -3" in capsys.readouterr().err
+    assert main(["inspect", "--", "--jsno"]) == 2
+    assert "--jsno does not" in capsys.readouterr().err
+
+
+def test_settings_of_the_language_model_are_those_of_a_run_without_a_file(tmp_path, capsys) -> None:
+    """A file made of them, unchanged, must not undo what pyddl train sets for its model."""
+    from pyddl.tasks.lm import RECOMMENDED, LMConfig
+
+    assert main(["settings", "--lm"]) == 0
+    file = tmp_path / "run.toml"
+    file.write_text(capsys.readouterr().out)
+    words, sections = ["run.max_steps=1000"], {"lm": LMConfig}
+    resolved = load_config(file, words, sections=sections, defaults=RECOMMENDED)
+    assert resolved == load_config(None, words, sections=sections, defaults=RECOMMENDED)
+    assert resolved[0].sync.interval in RECOMMENDED[0]
+
+
 def test_guard_without_a_command_shows_its_usage(capfd) -> None:
     assert main(["guard"]) == 2
     assert "usage: pyddl guard" in capfd.readouterr().err
@@ -129,6 +192,48 @@ def test_train_alone_warns_once_and_trains(tmp_path) -> None:
     done = _pyddl("train", "--data", str(text), "run.max_steps=12", "lm.preset=tiny", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("alone in its MPI world") == 1
+
+
+def _interrupted(command: list[str], line: str, **environment: str) -> tuple[int, str]:
+    """Exit status and further errors of a process that gets SIGINT when it has shown a line."""
+    process = subprocess.Popen(
+        command,
+        env={**CLEAN, "OMP_NUM_THREADS": "1", **environment},
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
+    )
+    try:
+        assert process.stderr is not None
+        while line not in (said := process.stderr.readline()):
+            assert said, f"it ended with {process.wait()} before it said {line!r}"
+        process.send_signal(signal.SIGINT)
+        _, rest = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return process.returncode, rest
+
+
+def test_train_interrupted_while_it_imports_ends_with_130_and_says_nothing(tmp_path) -> None:
+    (tmp_path / "torch.py").write_text("import sys, time\nprint('importing', file=sys.stderr)\ntime.sleep(60)\n")
+    command = [sys.executable, "-m", "pyddl.cli", "train", "run.max_steps=5"]
+    assert _interrupted(command, "importing", PYTHONPATH=str(tmp_path)) == (130, "")
+
+
+def test_train_interrupted_alone_ends_with_130_and_says_nothing(tmp_path) -> None:
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 2000)
+    command = [sys.executable, "-m", "pyddl.cli", "train", "--data", str(tmp_path), "lm.preset=tiny", "sync.interval=4"]
+    assert _interrupted(command, "alone in its MPI world") == (130, "")
+
+
+def test_guard_interrupted_before_it_guards_ends_with_130(monkeypatch, capfd) -> None:
+    def interrupted(words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pyddl.run.guard.run", interrupted)
+    assert guard.main(["sleep", "60"]) == 130
+    assert capfd.readouterr().err == ""
 
 
 def test_train_singleton_under_a_launcher_of_many_tasks_is_refused(tmp_path) -> None:
