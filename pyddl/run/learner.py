@@ -170,7 +170,8 @@ class Learner:
             max_tokens); otherwise one pass.
 
         Raises:
-            ConfigError: if there is not an item for every rank, or if a DataLoader's workers would be forked.
+            ConfigError: if there is not an item for every rank, if a DataLoader draws by a DistributedSampler (the data
+                would be divided twice), or if a DataLoader's workers would be forked.
         """
         shard = next((s for s in self.shards if s.source is source), None)
         if shard is None:

@@ -6,6 +6,10 @@ here: reading data (tasks/).
 Every rank of every learner is given equally many items in each pass: ranks of a learner average their gradients and
 must make the same number of steps. A DataLoader's samples are made up to a whole number for all with samples from the
 start of the pass; of other iterables, what does not suffice for all is left out.
+
+So nothing else may divide the data: a DataLoader that draws by torch's DistributedSampler, directly or below its
+batch_sampler, is refused. It would be divided twice, and most of the data never be read. Only a source that has a
+state_dict is taken as it is, and there such a sampler is in its place.
 """
 
 from __future__ import annotations
@@ -17,7 +21,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from ..errors import ConfigError
 
@@ -61,7 +72,7 @@ class Shard:
         epoch: of the present pass; ``position``: items given in it.
 
     Raises:
-        ConfigError: if not every rank can have an item, or if workers would be forked.
+        ConfigError: if not every rank can have an item, if the data are divided already, or if workers would be forked.
     """
 
     def __init__(self, source: Iterable[Any], *, index: int, count: int, seed: int, endless: bool) -> None:
@@ -80,6 +91,8 @@ class Shard:
 
     def _from_loader(self, loader: DataLoader[Any], seed: int) -> Iterable[Any]:
         """What is iterated in a loader's place: one of this rank's samples, one of the same batches, or itself."""
+        if self._own is None:
+            _require_undivided(loader)
         has_safe_workers = _worker_context(loader) is loader.multiprocessing_context
         if self._own is not None or type(loader).__iter__ is not DataLoader.__iter__:
             if not has_safe_workers:
@@ -197,6 +210,22 @@ class Shard:
             self._own.load_state_dict(state["own"])
         else:
             self.epoch, self.position = state["epoch"], state["position"]
+
+
+def _require_undivided(loader: DataLoader[Any]) -> None:
+    """Refuse a loader that draws by a DistributedSampler: each rank would get a share of a share.
+
+    Also where one rank is all there is, so that a script that is tried alone meets the same sentence.
+    """
+    samplers: list[Any] = [loader.sampler, loader.batch_sampler]
+    samplers += [getattr(sampler, "sampler", None) for sampler in samplers]  # what a batch sampler wraps
+    for sampler in samplers:
+        if isinstance(sampler, DistributedSampler):
+            raise ConfigError(
+                "learner.shard() divides the data among all ranks of all learners itself; got a DataLoader whose "
+                f"{type(sampler).__name__} divides them, too, so that most would never be read; give the DataLoader "
+                "without that sampler (shuffle=True shuffles anew in each epoch)"
+            )
 
 
 def _has_own_batches(loader: DataLoader[Any]) -> bool:

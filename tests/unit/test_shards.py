@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -185,6 +186,35 @@ def test_shard_loader_with_a_sampler_of_its_own_keeps_what_it_draws():
     sampler = WeightedRandomSampler([0.0, 1.0, 0.0, 0.0], num_samples=8)
     loader = DataLoader(Numbers(4), batch_size=2, sampler=sampler)
     assert take(shard(loader, 0, 2), 100) == [[1, 1], [1, 1]]
+
+
+class MyDistributedSampler(DistributedSampler):
+    pass
+
+
+def share_of_four(kind: type[DistributedSampler] = DistributedSampler) -> DistributedSampler:
+    return kind(Numbers(16), num_replicas=4, rank=1, shuffle=False)
+
+
+DIVIDED = {
+    "sampler": lambda: DataLoader(Numbers(16), batch_size=2, sampler=share_of_four()),
+    "single_items": lambda: DataLoader(Numbers(16), batch_size=None, sampler=share_of_four()),
+    "subclass": lambda: DataLoader(Numbers(16), batch_size=2, sampler=share_of_four(MyDistributedSampler)),
+    "batch_sampler": lambda: DataLoader(Numbers(16), batch_sampler=BatchSampler(share_of_four(), 2, False)),
+    "own_way": lambda: Doubling(Numbers(16), batch_size=2, sampler=share_of_four()),
+}
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("kind", DIVIDED)
+def test_shard_loader_that_divides_the_data_itself_is_refused(kind: str, count: int):
+    """Each of four ranks would take every fourth batch of its own quarter: 12 of 16 samples were never read."""
+    with pytest.raises(ConfigError, match=r"divides the data .* itself; got .*DistributedSampler .* without that"):
+        shard(DIVIDED[kind](), 0, count)
+
+
+def test_shard_loader_with_its_own_state_may_divide_the_data_itself():
+    assert take(shard(Own(Numbers(16), batch_size=2, sampler=share_of_four()), 1, 4), 9) == [[1, 5], [9, 13]]
 
 
 def test_shard_loader_over_an_iterable_dataset_is_taken_as_an_iterable():
