@@ -1,7 +1,7 @@
 """What both sides of the set-up share: opening the world, the words of hello and welcome.
 
-Here: the configuration as it travels, refusals as exceptions again, the comparison of frozen tensors. Not here: the two
-sides themselves (session.py: a learner's; serving.py: the syncer's).
+Here: the configuration as it travels, refusals as exceptions again, the comparisons of frozen tensors. Not here: the
+two sides themselves (session.py: a learner's; serving.py: the syncer's).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..errors import CheckpointError, ConfigError, LayoutMismatch, PyddlError, T
 if TYPE_CHECKING:
     from ..link.world import World
 
-__all__ = ["LEAVE_S", "SECTIONS", "frozen_difference", "open_world", "refusal", "sections_of"]
+__all__ = ["LEAVE_S", "SECTIONS", "frozen_change", "frozen_difference", "open_world", "refusal", "sections_of"]
 
 LEAVE_S = 60.0  # to free windows together; nobody has anything else to do then
 SECTIONS = ("run", "sync", "outer", "timeouts")
@@ -47,12 +47,34 @@ def frozen_difference(checksums: list[dict[str, int]], whose: str) -> str:
     names = [name for name in first if any(other[name] != first[name] for other in checksums)]
     if not names:
         return ""
-    few = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    few = _few(names)
     those = ", ".join(str(i) for i, other in enumerate(checksums) if other != first)
     return (
         f"frozen tensors must be equal everywhere, since they are never sent; {few} of {whose} {those} differ from "
         f"those of {whose} 0: load the same values everywhere (or set the same seed before the model is made)"
     )
+
+
+def frozen_change(then: dict[str, int] | None, now: dict[str, int], run: str) -> str:
+    """In which frozen tensors the model is not that of a run that is resumed, as a sentence; empty if in none.
+
+    Args:
+        then: checksums by name that the run's checkpoint holds; None: it is of a version that kept none.
+        now: those of the model; the layouts, and so the names, are equal.
+        run: the checkpoint, for the sentence.
+    """
+    names = [name for name, value in now.items() if then is not None and then.get(name) != value]
+    if not names:
+        return ""
+    return (
+        f"frozen tensors must be those that the run was trained with, since no checkpoint holds them; {_few(names)} "
+        f"differ from those of {run}: load the values that the run began with (or set the same seed before the model "
+        "is made)"
+    )
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def refusal(answer: dict[str, Any]) -> PyddlError:

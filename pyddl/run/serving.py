@@ -25,7 +25,7 @@ from ..core.protocol import Protocol
 from ..errors import ConfigError, LayoutMismatch, PyddlError
 from ..link.mailbox import Geometry
 from . import guard, launcher
-from .hello import LEAVE_S, SECTIONS, frozen_difference, open_world, refusal, sections_of
+from .hello import LEAVE_S, SECTIONS, frozen_change, frozen_difference, open_world, refusal, sections_of
 from .processes import DeathWatch
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _serve(config: Config | None, world: World, task_toml: str) -> int:
             if difference := frozen_difference([hello["frozen"] for hello in hellos], "learner"):
                 raise LayoutMismatch(difference)
             folder, lock = _open_folder(config)
-            checkpoint, sentences = _find_checkpoint(config, folder, layout)
+            checkpoint, sentences = _find_checkpoint(config, folder, layout, hellos[0]["frozen"])
             settings = protocol_config(config, layout, world.num_learners)
             if config.sync.quorum > world.num_learners:
                 raise ConfigError(
@@ -181,6 +181,7 @@ def _serve(config: Config | None, world: World, task_toml: str) -> int:
         set_busy=lambda busy: setattr(progress, "busy", busy),
         executor=executor,
         refresh=lock.refresh if lock else None,
+        frozen=hellos[0]["frozen"],
     )
     syncer.ends_apart = launcher.detect(os.environ).survives is True
     _catch_signals(syncer)
@@ -296,8 +297,14 @@ def _require_something_to_do(config: Config, protocol: dict[str, Any]) -> None:
             )
 
 
-def _find_checkpoint(config: Config, folder: Path | None, layout: Layout) -> tuple[Any, list[str]]:
-    """The newest good checkpoint of a run that is resumed, and sentences about bad ones."""
+def _find_checkpoint(
+    config: Config, folder: Path | None, layout: Layout, frozen: dict[str, int]
+) -> tuple[Any, list[str]]:
+    """The newest good checkpoint of a run that is resumed, and sentences about bad ones.
+
+    Raises:
+        LayoutMismatch: if it is of another model than ``layout`` and ``frozen`` (checksums by name) tell of.
+    """
     from ..store.checkpoint import newest_good_checkpoint
 
     if not config.run.resume or folder is None:
@@ -307,6 +314,8 @@ def _find_checkpoint(config: Config, folder: Path | None, layout: Layout) -> tup
         raise LayoutMismatch(
             f"the model must be that of the run in {folder}:\n" + describe_difference(checkpoint.layout, layout)
         )
+    if change := frozen_change(checkpoint.meta.get("frozen"), frozen, str(path)):
+        raise LayoutMismatch(change)
     return checkpoint, [*bad, f"resuming at step {checkpoint.step} from {path.name}"]
 
 

@@ -13,6 +13,7 @@ Here: the learner's side of the set-up, and its signals. Not here: the syncer's 
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import json
 import logging
 import multiprocessing
@@ -77,6 +78,16 @@ def _resolve(
 ) -> Config:
     if config is not None and not isinstance(config, (Config, str, Path)):
         raise ConfigError(f"pyddl.init() takes a Config, the path of a TOML file or nothing; got {config!r}")
+    for name, values in sections.items():
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                f"pyddl.init() takes settings by section, such as run={{'max_steps': 1000}}; got {name}={values!r}"
+            )
+    for name, section in task.items():
+        if not dataclasses.is_dataclass(section) or isinstance(section, type):
+            raise ConfigError(
+                f"pyddl.init(task=...) takes instances of a dataclass, by the section's name; got {name}={section!r}"
+            )
     words = [f"{s}.{k}={v}" for s, values in sections.items() for k, v in values.items()]
     file = None
     if isinstance(config, Config):  # settings are checked against one another: only all of them together

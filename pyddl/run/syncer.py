@@ -147,6 +147,7 @@ class Syncer:
         set_busy: told whether something is in flight (drives MPI's progress faster).
         executor: runs verifications and downlink copies.
         refresh: shows now and then that the run's folder is in use.
+        frozen: checksums of the model's frozen tensors by name, for the checkpoints.
     """
 
     def __init__(
@@ -162,6 +163,7 @@ class Syncer:
         set_busy: Callable[[bool], None],
         executor: Executor,
         refresh: Callable[[], object] | None,
+        frozen: dict[str, int],
     ) -> None:
         self.config = config
         self.layout = layout
@@ -177,6 +179,7 @@ class Syncer:
         self._folder = folder
         self._set_busy = set_busy
         self._refresh = refresh
+        self._frozen = frozen
         self._refreshed: Future[object] | None = None
         self._copier = executor
         self._merger = ThreadPoolExecutor(1, "pyddl-merge")
@@ -501,7 +504,7 @@ class Syncer:
             fragments=tuple(FragmentState(v.version, v.theta, v.momentum, v.counters) for v in versions),
             protocol=self.protocol.snapshot(),
             config_toml=to_toml({f.name: getattr(self.config, f.name) for f in dataclasses.fields(Config)}),
-            meta={"reason": a.reason},
+            meta={"reason": a.reason, "frozen": self._frozen},
         )
         keep = self.config.run.keep_checkpoints
         if self.protocol.phase == "running":

@@ -52,6 +52,7 @@ def run(
     sections: dict[str, dict[str, Any]],
     last_step: Callable[[int], int] = lambda m: 10**9,
     pause_s: float = 0.0,
+    make: Callable[[], One] = One,
 ) -> tuple[list[float], float] | None:
     """One run. On learners: the weight after each step, and the one at the end; on the syncer: None."""
     settings = {s: dict(values) for s, values in sections.items()}
@@ -59,7 +60,7 @@ def run(
     session = join(**settings)
     if session is None:
         return None
-    model = One()
+    model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     learner = session.attach(model, optimizer)
     path = []
@@ -399,6 +400,28 @@ def test_run_whose_frozen_tensors_differ_is_refused_by_name_on_all_ranks(as_one_
     (sentence,) = set(sentences[1:])
     whose = "rank of learner 0" if as_one_learner else "learner"
     assert f"base of {whose} 1 differ from those of {whose} 0" in sentence
+
+
+@pytest.mark.mpi(min_size=2)
+def test_run_resumed_with_other_frozen_tensors_is_refused_by_name_and_with_the_same_ones_goes_on(
+    comm: Any, folder: Path
+):
+    """No checkpoint holds them: Theta would go on in another model, and nothing would say so."""
+    m = comm.size - 1
+    thetas = trajectory([MERGED["mean"][m]] * 6, "sgd", 1.0, 0)
+
+    def train(sections: dict[str, dict[str, Any]]) -> None:
+        run(folder, lambda m, _rank: GRADIENTS[m], lambda m: TOKENS[m], sections=sections, make=lambda: Frozen(1.5))
+        comm.barrier()
+
+    train(lockstep(m))
+    again = lockstep(m, run={"max_steps": 2 * STEPS, "resume": True, "dir": str(folder)})
+    sentences = comm.allgather(refused(again, Frozen(2.5)))
+    assert sentences[0] == "exit 2"
+    (sentence,) = set(sentences[1:])
+    assert f"; base differ from those of {folder}/checkpoint-{STEPS:010d}.h5: load the values" in sentence
+    train(again)
+    assert final(folder).fragments[0].theta.tolist() == pytest.approx([thetas[5]], rel=1e-6)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -101,6 +101,24 @@ def test_init_something_that_is_no_configuration_is_refused():
         pyddl.init("no-such-file.toml")
 
 
+def test_init_settings_that_stand_in_no_section_are_refused():
+    with pytest.raises(ConfigError, match=r"settings by section, such as run=.*; got max_steps=5"):
+        pyddl.init(max_steps=5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("section", [{"lr": 0.1}, OuterConfig])
+def test_init_task_that_is_no_instance_of_a_dataclass_is_refused(section: Any):
+    with pytest.raises(ConfigError, match=r"instances of a dataclass, .*; got lm="):
+        pyddl.init(task={"lm": section})
+
+
+def test_init_file_with_the_section_of_a_task_says_who_reads_it(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    path.write_text("[run]\nmax_steps = 5\n[lm]\nlr = 0.1\n")
+    with pytest.raises(ConfigError, match=r"run\.toml has \[lm\], which is for pyddl train; .*take the section out"):
+        pyddl.init(path)
+
+
 # ---------------------------------------------------------------- agreeing
 
 
@@ -153,7 +171,7 @@ def test_refusal_of_a_kind_that_is_not_known_is_still_an_error_of_pyddl():
 # ---------------------------------------------------------------- the folder
 
 
-def write_run(folder: Path, model: Layout, config: Config) -> None:
+def write_run(folder: Path, model: Layout, config: Config, meta: dict[str, Any] | None = None) -> None:
     protocol = Protocol(protocol_config(config, model, 1))
     fragments = tuple(
         FragmentState(
@@ -161,7 +179,7 @@ def write_run(folder: Path, model: Layout, config: Config) -> None:
         )
         for f in model.fragments
     )  # fmt: skip
-    checkpoint = Checkpoint(5, model, fragments, protocol.snapshot(), "", {})
+    checkpoint = Checkpoint(5, model, fragments, protocol.snapshot(), "", meta or {})
     write_checkpoint(folder, checkpoint, keep=2)
 
 
@@ -197,7 +215,7 @@ def test_folder_with_a_run_is_refused_unless_it_is_resumed_and_is_free_again(tmp
             _open_folder(fresh)
     again = load_config(None, [f"run.dir={tmp_path}", "run.resume=true"])[0]
     folder, lock = _open_folder(again)
-    checkpoint, sentences = _find_checkpoint(again, folder, layout())
+    checkpoint, sentences = _find_checkpoint(again, folder, layout(), {})
     lock.release()
     assert checkpoint.step == 5
     assert sentences[-1].startswith("resuming at step 5 from checkpoint-")
@@ -209,18 +227,38 @@ def test_checkpoint_of_another_model_is_refused_with_the_difference(tmp_path: Pa
     with pytest.raises(
         LayoutMismatch, match=r"must be that of the run in .*\nchanged: w: shape \(3,\) required, \(4,\)"
     ):
-        _find_checkpoint(config, tmp_path, layout(4))
+        _find_checkpoint(config, tmp_path, layout(4), {})
+
+
+def with_frozen() -> Layout:
+    specs = [TensorSpec("w", (3,), "float32", "parameter")]
+    return build_layout([*specs, *(TensorSpec(name, (2,), "float32", "frozen") for name in ("base", "head"))])
+
+
+def test_checkpoint_trained_on_other_frozen_tensors_is_refused_by_name(tmp_path: Path):
+    config = load_config(None, [f"run.dir={tmp_path}", "run.resume=true"])[0]
+    frozen = {"base": 0xFFFFFFFF, "head": 7}
+    write_run(tmp_path, with_frozen(), config, {"frozen": frozen})
+    assert _find_checkpoint(config, tmp_path, with_frozen(), dict(frozen))[0].step == 5
+    with pytest.raises(LayoutMismatch, match=r"; head differ from those of .*/checkpoint-0000000005\.h5: load"):
+        _find_checkpoint(config, tmp_path, with_frozen(), {**frozen, "head": 8})
+
+
+def test_checkpoint_of_a_version_without_checksums_of_frozen_tensors_is_taken(tmp_path: Path):
+    config = load_config(None, [f"run.dir={tmp_path}", "run.resume=true"])[0]
+    write_run(tmp_path, with_frozen(), config, {"reason": "the run has ended"})
+    assert _find_checkpoint(config, tmp_path, with_frozen(), {"base": 1, "head": 2})[0].step == 5
 
 
 def test_checkpoint_is_not_looked_for_unless_asked(tmp_path: Path):
     config = load_config(None, [f"run.dir={tmp_path}"])[0]
-    assert _find_checkpoint(config, tmp_path, layout()) == (None, [])
+    assert _find_checkpoint(config, tmp_path, layout(), {}) == (None, [])
 
 
 def test_checkpoint_that_is_missing_is_an_error_on_resume(tmp_path: Path):
     config = load_config(None, [f"run.dir={tmp_path}", "run.resume=true"])[0]
     with pytest.raises(CheckpointError):
-        _find_checkpoint(config, tmp_path, layout())
+        _find_checkpoint(config, tmp_path, layout(), {})
 
 
 def test_resume_of_a_run_that_is_at_its_end_is_refused():

@@ -1,8 +1,8 @@
-"""Frozen tensors are compared at the start; with MPI: tests/mpi/test_mpi_session.py."""
+"""Frozen tensors are compared at the start and on resume; with MPI: tests/mpi/test_mpi_session.py."""
 
 from __future__ import annotations
 
-from pyddl.run.hello import frozen_difference
+from pyddl.run.hello import frozen_change, frozen_difference
 
 
 def test_frozen_difference_of_equal_tensors_is_none():
@@ -18,3 +18,18 @@ def test_frozen_difference_names_the_first_tensors_and_all_who_differ():
     assert "load the same values everywhere" in sentence
     sentence = frozen_difference([first, dict.fromkeys(names, 2)], "learner")
     assert "a, b, c and 2 more of learner 1 differ" in sentence
+
+
+def test_frozen_change_of_equal_tensors_or_of_a_checkpoint_without_checksums_is_none():
+    assert frozen_change({"a": 1, "b": 2}, {"b": 2, "a": 1}, "x.h5") == ""
+    assert frozen_change({}, {}, "x.h5") == ""
+    assert frozen_change(None, {"a": 1}, "x.h5") == ""
+
+
+def test_frozen_change_names_the_first_tensors_the_checkpoint_and_what_to_do():
+    names = ["a", "b", "c", "d", "e"]
+    then = dict.fromkeys(names, 1)
+    sentence = frozen_change(then, {**then, "d": 2}, "runs/a/checkpoint-5.h5")
+    assert "; d differ from those of runs/a/checkpoint-5.h5: load the values that the run began with" in sentence
+    assert "; a, b, c and 2 more differ" in frozen_change(then, dict.fromkeys(names, 0), "x.h5")
+    assert "; b differ" in frozen_change({"a": 1}, {"a": 1, "b": 0}, "x.h5"), "not known of then: not the same"
