@@ -38,6 +38,9 @@ __all__ = [
 ]
 
 
+_SECTIONS_OF_TASKS = {"lm": "pyddl train"}  # what pyddl itself writes into files: no misspelt words
+
+
 def require(condition: bool, name: str, wanted: str, got: object) -> None:
     """Raise ConfigError unless ``condition`` holds: what was required of ``name``, what came."""
     if not condition:
@@ -115,11 +118,11 @@ class SyncConfig:
         merge_rule: rda or mean; embedding-like tensors are always merged by mean.
         receipt: replace (paper), or rebase (keep what was learnt since the push).
         wire: f32 or bf16, the format of outer gradients and parameters in the mailboxes.
+        overlap_snapshots: copy what is pushed beside the next step, at the latest when the attached optimizer's step()
+            begins; False if anything else changes parameters between learner.step() and that.
         lockstep_steps: until this clock step learners WAIT for what they pushed (gives up decoupling).
     """
 
-        overlap_snapshots: copy what is pushed beside the next step, at the latest when the attached optimizer's step()
-            begins; False if anything else changes parameters between learner.step() and that.
     quorum: int = 1
     interval: str = "24"
     num_fragments: int = 0
@@ -131,10 +134,10 @@ class SyncConfig:
     merge_rule: str = "rda"
     receipt: str = "replace"
     wire: str = "f32"
+    overlap_snapshots: bool = True
     lockstep_steps: int = 0
 
     def __post_init__(self) -> None:
-    overlap_snapshots: bool = True
         require(self.quorum >= 1, "sync.quorum", "at least 1", self.quorum)
         require(
             0 <= self.num_fragments < 1 << 16,
@@ -257,14 +260,27 @@ def load_config(
     """
     types_by_section: dict[str, type] = {f.name: _section_type(Config, f.name) for f in dataclasses.fields(Config)}
     types_by_section.update(sections or {})
-    values: dict[str, dict[str, Any]] = {name: {} for name in types_by_section}
-    _merge_words(values, defaults, types_by_section, origin="the task's defaults")
+    below: dict[str, dict[str, Any]] = {name: {} for name in types_by_section}
+    given: dict[str, dict[str, Any]] = {name: {} for name in types_by_section}
+    _merge_words(below, defaults, types_by_section, origin="the task's defaults")
     if file is not None:
-        _merge_file(values, Path(file), types_by_section)
-    _merge_words(values, overrides, types_by_section, origin=origin)
-    built = {name: types_by_section[name](**values[name]) for name in types_by_section}
+        _merge_file(given, Path(file), types_by_section)
+    _merge_words(given, overrides, types_by_section, origin=origin)
+    built = {name: types_by_section[name](**{**below[name], **given[name]}) for name in types_by_section}
+    if "interval" not in given["sync"]:
+        _require_an_end(built["run"], below["sync"].get("interval", ""))
     own = {f.name: built.pop(f.name) for f in dataclasses.fields(Config)}
     return Config(**own), built
+
+
+def _require_an_end(run: RunConfig, interval: str) -> None:
+    """Refuse a run without an end if a task's own schedule needs one: the user has written no percentage."""
+    if "%" in interval and not (run.max_steps or run.max_tokens):
+        raise ConfigError(
+            "the run must have an end; neither run.max_steps nor run.max_tokens is set; set run.max_steps=1000, say, "
+            "or run.max_tokens=10_000_000 (without an end only with a sync.interval of your own, such as 4: the "
+            f"default here, {interval}, is in shares of the run)"
+        )
 
 
 def _merge_words(
@@ -312,6 +328,13 @@ def _put(
     origin: str,
 ) -> None:
     if section not in types_by_section:
+        if section in _SECTIONS_OF_TASKS:
+            raise ConfigError(
+                f"a section must be one of {', '.join(sorted(types_by_section))} here; {origin} has [{section}], which "
+                f"is for {_SECTIONS_OF_TASKS[section]}; start that (it takes --config FILE), or take the section out; "
+                f"a script of your own reads it by config, task = pyddl.load_config(FILE, sections={{{section!r}: "
+                "CLASS}) and then calls pyddl.init(config, task=task)"
+            )
         raise ConfigError(_unknown(f"section {section!r}", section, types_by_section, origin))
     known = {f.name for f in dataclasses.fields(types_by_section[section])}
     if name not in known:

@@ -88,6 +88,7 @@ def test_load_config_value_may_hold_equals_and_dots() -> None:
         ("sync.qorum=2", r"unknown setting sync\.qorum in the command line; did you mean sync\.quorum\?"),
         ("sync.=2", r"unknown setting sync\."),
         ("zzz.k=2", "known: outer, run, sync, timeouts"),
+        ("lm.lr=1", r"one of outer, run, sync, timeouts here; the command line has \[lm\], which is for pyddl train"),
         ("sync.quorum=two", r"sync\.quorum must be of type int; got 'two'"),
         ("sync.quorum=2.0", r"sync\.quorum must be of type int"),
         ("sync.grace=1", r"sync\.grace must be of type bool; got '1'"),
@@ -119,6 +120,15 @@ def test_load_config_wrong_word_is_named_with_the_nearest_right_one(word, messag
 def test_load_config_wrong_file_is_refused(tmp_path, text, message) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(write(tmp_path, text))
+
+
+def test_load_config_section_of_a_task_is_told_from_a_misspelt_one(tmp_path) -> None:
+    """As `pyddl settings --lm > run.toml` writes it."""
+    path = write(tmp_path, "[lm]\nlr = 1\n")
+    with pytest.raises(ConfigError, match=r"run\.toml has \[lm\].*start that.*load_config\(FILE, sections={'lm'"):
+        load_config(path)
+    _, others = load_config(path, sections={"lm": Task})
+    assert others["lm"].lr == 1.0
 
 
 def test_load_config_file_that_cannot_be_read_is_named(tmp_path) -> None:
@@ -210,6 +220,32 @@ def test_config_malformed_interval_is_refused_at_once() -> None:
 def test_config_interval_in_shares_follows_max_steps() -> None:
     config = Config(run=RunConfig(max_steps=100), sync=SyncConfig(interval="1:0%,24:50%"))
     assert (config.interval.at(49), config.interval.at(50)) == (1, 24)
+
+
+SHARES = ["sync.interval=2:0%,4:60%"]
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+@pytest.mark.parametrize(
+    ("setting", "interval"),
+    [("run.max_steps=100", "2:0%,4:60%"), ("run.max_tokens=100", "2:0%,4:60%"), ("sync.interval=24", "24")],
+)
+def test_load_config_below_a_task_default_in_shares_an_end_or_an_interval_is_enough(
+    tmp_path, setting, interval, in_file
+) -> None:
+    section, _, rest = setting.partition(".")
+    path = write(tmp_path, f"[{section}]\n{rest}\n" if in_file else "")
+    config, _ = load_config(path, [] if in_file else [setting], defaults=SHARES)
+    assert config.sync.interval == interval
+
+
+def test_load_config_run_without_an_end_below_a_task_default_in_shares_says_what_to_set() -> None:
+    with pytest.raises(ConfigError, match=r"^the run must have an end; .*set run\.max_steps=1000.*or run\.max_tokens="):
+        load_config(None, [], defaults=SHARES)
+    with pytest.raises(ConfigError, match=r"a percentage in sync\.interval \('1:0%'\) needs"):
+        load_config(None, ["sync.interval=1:0%"], defaults=SHARES)
+    with pytest.raises(ConfigError, match=r"sync\.quorum must be"):
+        load_config(None, ["sync.quorum=0"], defaults=SHARES)
 
 
 def test_config_error_is_a_value_error_and_ends_with_status_2() -> None:

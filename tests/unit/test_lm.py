@@ -285,6 +285,26 @@ def test_command_evaluate_reads_the_settings_of_the_run(
     assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(math.log(256), abs=0.2)
 
 
-def test_command_baseline_without_an_end_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_without_an_end_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert _command(["baseline", "lm.preset=tiny"]) == 2
     assert "set run.max_tokens or run.max_steps" in capsys.readouterr().err
+    assert _command(["train", "lm.preset=tiny"]) == 2
+    assert "the run must have an end" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["basline"], "unknown command 'basline'; did you mean baseline?"),
+        (["baseline", "--evrey", "5"], "unknown option --evrey; did you mean --every?"),
+        (["evaluate"], "the following arguments are required: RUN (see"),
+        (["baseline", "run.seed=1", "--every", "3", "run.seed=-2"], "run.seed must be 0 or more; got -2"),
+    ],
+)
+def test_command_mistake_is_one_sentence_and_status_2(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _command(words) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
