@@ -28,7 +28,7 @@ from pyddl.tasks.corpus import Corpus
 from pyddl.tasks.model import ByteLM
 
 DEFAULTS = ["run.checkpoint_every_merges=1000"]
-STEPS = 1500
+STEPS = 750
 GAP_WINDOW_S = 10.0  # "around the kill": this long before and after it
 
 
@@ -94,7 +94,8 @@ def demo(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "rejected": outcome["rejected"],
         "achieved_H": outcome["achieved_H"],
         "tokens": outcome["tokens"]["processed"],
-        "survivor_max_gap_steps": None if lost_s is None else survivor_gap_steps(events, killed, lost_s),
+        "survivor_max_gap_steps": gap_steps(events, killed, lost_s, -GAP_WINDOW_S, GAP_WINDOW_S),
+        "usual_max_gap_steps": gap_steps(events, killed, lost_s, -3 * GAP_WINDOW_S, -GAP_WINDOW_S),
         "merged_by_learner": outcome["merged_by_learner"],
         "outcome": outcome["outcome"],
         "seconds": outcome["seconds"],
@@ -108,16 +109,23 @@ def summarize(r: dict[str, Any]) -> None:
     if r["baseline_val_loss"] is not None:
         print(f"one process, plain AdamW, as many tokens: {r['baseline_val_loss']:.3f}")
     if r["killed"]:
-        gap = r["survivor_max_gap_steps"]
-        pause = "?" if gap is None else f"{gap:.1f}"
+        pauses = [r["survivor_max_gap_steps"], r["usual_max_gap_steps"]]
+        around, before = ["?" if gap is None else f"{gap:.1f}" for gap in pauses]
         print(
             f"learner {r['killed'][0]} was killed: {r['rounds_after_kill']} of {r['rounds_merged']} merges came after,"
         )
-        print(f"and no survivor paused for longer than {pause} of its steps")
+        print(
+            f"and no survivor paused for longer than {around} of its steps within {GAP_WINDOW_S:.0f} s of it "
+            f"({before} in the {2 * GAP_WINDOW_S:.0f} s before that)"
+        )
 
 
-def survivor_gap_steps(events: list[dict[str, Any]], killed: list[int], at_s: float) -> float | None:
-    """Longest pause of any survivor around the kill, in units of its median step; None: the run was too short."""
+def gap_steps(
+    events: list[dict[str, Any]], killed: list[int], lost_s: float | None, start_s: float, end_s: float
+) -> float | None:
+    """Longest pause of any survivor in a time counted from the loss, in its median steps; None: no such time."""
+    if lost_s is None:
+        return None
     samples = [e for e in events if e["kind"] == "Sample"]
     worst: float | None = None
     for m in {m for e in samples for m in e["learners"]} - {str(k) for k in killed}:
@@ -127,7 +135,7 @@ def survivor_gap_steps(events: list[dict[str, Any]], killed: list[int], at_s: fl
             for (t0, a), (t1, b) in itertools.pairwise(own)
             if b["num_steps"] > a["num_steps"]
         ]
-        gaps = [x["max_gap_s"] for t, x in own if abs(t - at_s) <= GAP_WINDOW_S]
+        gaps = [x["max_gap_s"] for t, x in own if start_s <= t - lost_s <= end_s]
         if gaps and steps:
             worst = max(worst or 0.0, max(gaps) / statistics.median(steps))
     return worst

@@ -1,10 +1,9 @@
 """What decoupling costs in validation loss, at equal total tokens: real worlds, the syncer's global model.
 
-    python benchmarks/lm_quality.py [--seeds 3] [--steps 1500] [--curve] [--json FILE] [section.key=value ...]
+    python benchmarks/lm_quality.py [--seeds 3] [--steps 500] [--curve] [--json FILE] [section.key=value ...]
 
 Each row is a set of real runs (mpiexec, MPICH), three seeds each: parameters, data order and batches differ by seed.
-benchmarks/README.md says how each row is trained. ``--curve`` shows the gap to data parallel over the length of the
-run.
+benchmarks/README.md says how each row is trained. ``--curve`` adds the gap to data parallel over the length of the run.
 """
 
 from __future__ import annotations
@@ -64,28 +63,27 @@ def main() -> int:
     """Run the table; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=1500, help="inner steps per learner, in the mean")
-    parser.add_argument("--curve", action="store_true", help="two rows at 1/4, 1/2, 1 and 2 times the steps")
+    parser.add_argument("--steps", type=int, default=500, help="inner steps per learner, in the mean")
+    parser.add_argument("--curve", action="store_true", help="afterwards two rows at 1/4, 1/2 and 2 times the steps")
     parser.add_argument("--only", help="only rows whose name contains this, and data parallel")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
     parser.add_argument("settings", nargs="*", metavar="section.key=value")
     arguments = parser.parse_args()
     try:
-        lengths = [arguments.steps]
-        chosen = rows()
+        steps: int = arguments.steps
+        chosen = [r for r in rows() if not arguments.only or r.name == "data parallel" or arguments.only in r.name]
+        tables = [(steps, chosen)]
         if arguments.curve:
-            lengths = [arguments.steps // 4, arguments.steps // 2, arguments.steps, arguments.steps * 2]
-            chosen = [r for r in chosen if r.name in ("data parallel", "decoupled")]
-        if arguments.only:
-            chosen = [r for r in chosen if r.name == "data parallel" or arguments.only in r.name]
+            two = [r for r in rows() if r.name in ("data parallel", "decoupled")]
+            tables += [(length, two) for length in (steps // 4, steps // 2, 2 * steps)]
         report: dict[str, Any] = {
             "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "torch": torch.__version__},
             "settings": arguments.settings,
             "rows": [],
         }
-        for steps in lengths:
-            table = [measure(row, steps, arguments.seeds, arguments.settings) for row in chosen]
-            show(table, steps)
+        for length, chosen in tables:
+            table = [measure(row, length, arguments.seeds, arguments.settings) for row in chosen]
+            show(table, length)
             report["rows"] += table
     except PyddlError as error:
         sys.stderr.write(f"pyddl: {error}\n")

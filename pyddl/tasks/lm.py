@@ -49,7 +49,7 @@ RECOMMENDED = (
     "sync.interval=2:0%,4:60%",
     "sync.receipt=rebase",
     "sync.merge_rule=mean",
-    "sync.num_fragments=8",
+    "sync.num_fragments=4",
 )
 """Settings that train this small model well in short runs (docs/results.md); below the file and the command line."""
 
@@ -85,7 +85,7 @@ class LMConfig:
     heads: int = 0
     width: int = 0
     context: int = 0
-    batch_size: int = 4
+    batch_size: int = 8
     lr: float = 8e-3
     warmup_share: float = 0.35
     warmup_steps: int = 100
