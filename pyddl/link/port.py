@@ -29,6 +29,7 @@ from .mailbox import (
     UpHeader,
     unpack,
 )
+from .probe import SyncerProbe
 
 __all__ = ["Contribution", "LearnerPort", "Published", "Reading"]
 
@@ -120,6 +121,12 @@ class LearnerPort:
         self._seen_beats = [0] * ranks
         self._split = np.cumsum([slots * ranks, slots, slots * ranks, ranks])
         self._last: list[int] = []
+
+    def new_probe(self) -> SyncerProbe:
+        """The syncer's side of the probe of words, before anything else uses the mailbox."""
+        g = self.geometry
+        up = [g.heartbeat_word(rank) for rank in range(g.num_ranks)]
+        return SyncerProbe(self.memory, up, g.down_word(0), self._fence)
 
     # -- reading
 

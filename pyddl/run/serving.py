@@ -22,13 +22,14 @@ from ..config import Config, OuterConfig, RunConfig, SyncConfig, TimeoutConfig, 
 from ..core.layout import Layout
 from ..core.layout_difference import describe_difference
 from ..core.protocol import Protocol
-from ..errors import ConfigError, LayoutMismatch, PyddlError
+from ..errors import ConfigError, LayoutMismatch, PyddlError, TransportError
 from ..link.mailbox import Geometry
 from . import guard, launcher
 from .hello import LEAVE_S, SECTIONS, frozen_change, frozen_difference, open_world, refusal, sections_of
 from .processes import DeathWatch
 
 if TYPE_CHECKING:
+    from ..link.port import LearnerPort
     from ..link.world import World
 
 __all__ = ["serve", "serve_as_syncer"]
@@ -154,6 +155,12 @@ def _serve(config: Config | None, world: World, task_toml: str) -> int:
                 copier=executor,
             )
             ports[m] = (port, DeathWatch(hellos[m]["processes"]))
+        try:
+            _probe_words(world, [port for port, _ in ports.values()])
+        except TransportError:
+            if lock is not None:
+                lock.release()
+            raise
         if checkpoint is None:
             for p, fragment in enumerate(layout.fragments):
                 floats = np.empty(fragment.num_elements, dtype=np.float32)
@@ -204,6 +211,38 @@ def _serve(config: Config | None, world: World, task_toml: str) -> int:
     if lock is not None:
         lock.release()
     return 0 if syncer.ended_well else _fail(reason)
+
+
+def _probe_words(world: World, ports: list[LearnerPort]) -> None:
+    """Rule 9: with each learner, whether single words are read whole; what is found is told to all.
+
+    Raises:
+        TransportError: if one was torn.
+    """
+    from ..link.world import mpi_version
+
+    probes = [port.new_probe() for port in ports]
+    waiting = dict(zip(world.pairs, probes, strict=True))
+    while waiting:
+        for pair, probe in list(waiting.items()):
+            probe.turn()
+            if pair.poll():
+                probe.torn += pair.receive(source=1)["torn"]
+                probe.end()
+                del waiting[pair]
+    torn = {m: probe.torn for m, probe in enumerate(probes) if probe.torn}
+    failure = ""
+    if torn:
+        found = ", ".join(f"learner {m}: {n}" for m, n in torn.items())
+        failure = (
+            f"single aligned 8-byte words must be read whole between learners and syncer; some were torn ({found}) "
+            f"under {mpi_version()}: use another MPI or transport"
+        )
+    for pair in world.pairs:
+        pair.send({"error": failure, "kind": "TransportError"}, to=1)
+    if failure:
+        world.clean = True  # everybody is told and leaves
+        raise TransportError(failure)
 
 
 def _fail(reason: str) -> int:

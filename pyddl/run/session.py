@@ -222,6 +222,7 @@ def _join(
     """The learner's side of the set-up. A learner that cannot take part says why, and all are refused with that."""
     from ..link.buffers import BufferPool
     from ..link.courier import Courier
+    from ..link.probe import probe_as_learner
     from ..link.world import deadline
     from .exchange import Link
 
@@ -257,6 +258,16 @@ def _join(
         assert layout is not None
         geometry = Geometry(**answer["geometry"])
         window = pair.open()
+        torn = probe_as_learner(window, geometry.heartbeat_word(group.rank), geometry.down_word(0))
+        found = [int(text) for text in group.gather_strings(str(torn))]
+        verdict = ""
+        if group.rank == 0:
+            pair.send({"torn": sum(found)}, to=0)
+            verdict = json.dumps(pair.receive(source=0))
+        told = json.loads(group.gather_strings(verdict)[0])
+        if told["error"]:
+            world.clean = True  # all ranks of the world are told
+            raise refusal(told)
         if answer["seed"] and group.rank == 0:
             for p, fragment in enumerate(layout.fragments):
                 floats = np.empty(fragment.num_elements, dtype=np.float32)
