@@ -52,7 +52,6 @@ from .events import (
 )
 from .ledger import LearnerRecord, TokenLedger, average
 from .rounds import FragmentRecord, ProtocolConfig, Round
-from .schedule import MILLIONTHS
 
 __all__ = ["Protocol", "ProtocolConfig"]
 
@@ -468,9 +467,7 @@ class Protocol:
 
     def _position(self) -> int:
         """Where in the schedule of H the run is."""
-        if self.config.interval.by_tokens:
-            return MILLIONTHS * self.processed_tokens // self.config.max_tokens
-        return self.step
+        return self.config.interval.position(self.step, self.processed_tokens, self.config.max_tokens)
 
     def _min_gap(self, interval: int) -> int:
         return (interval + 1) // 2

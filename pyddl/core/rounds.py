@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from .events import ContributionArrived, Merge
 from .schedule import IntervalSchedule
 
-__all__ = ["FragmentRecord", "ProtocolConfig", "Round"]
+__all__ = ["FragmentRecord", "ProtocolConfig", "Round", "rounds_in_flight"]
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,21 @@ class ProtocolConfig:
 
     def in_flight_at(self, position: int) -> int:
         """Rounds that may be open at once at a position of the schedule."""
-        wanted = self.in_flight or max(2, math.ceil(self.num_fragments * self.tau_steps / self.interval.at(position)))
-        return min(wanted, self.num_fragments)
+        return rounds_in_flight(self.in_flight, self.num_fragments, self.tau_steps, self.interval.at(position))
 
     @property
     def max_in_flight(self) -> int:
         """The largest value of :meth:`in_flight_at` over the run: the slots that a mailbox needs."""
         return max(self.in_flight_at(start) for start in self.interval.starts_steps)
+
+
+def rounds_in_flight(configured: int, num_fragments: int, tau_steps: int, interval_steps: int) -> int:
+    """Rounds that may be open at once: ``configured``, or what H asks for if that is 0; at most P.
+
+    With ceil(P * tau / H) in flight each may last tau steps, and every fragment still has its round in H steps.
+    """
+    wanted = configured or max(2, math.ceil(num_fragments * tau_steps / interval_steps))
+    return min(wanted, num_fragments)
 
 
 @dataclass

@@ -105,6 +105,10 @@ class IntervalSchedule:
             interval = candidate
         return interval
 
+    def position(self, step: int, tokens: int, max_tokens: int) -> int:
+        """Where the run is: the clock step, or the share of ``max_tokens`` in millionths where ``by_tokens``."""
+        return MILLIONTHS * tokens // max_tokens if self.by_tokens else step
+
     @property
     def shortest_steps(self) -> int:
         """The smallest H of the schedule, in steps."""

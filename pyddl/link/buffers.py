@@ -1,6 +1,6 @@
 """Reused float32 buffers, so that no fragment costs fresh pages from the kernel at each round.
 
-Here: one pool per process. Not here: who holds a buffer how long (courier.py, run/learner.py).
+Here: one pool per process. Not here: who holds a buffer how long (courier.py, run/exchange.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Here: one thread per rank that reads the down board, writes words, uploads snapshots and fetches published fragments,
 each as a small generator; the training thread only exchanges plain values with it and never waits. Not here: what the
-values mean (run/learner.py), MPI calls (world.py hands in the window).
+values mean (run/exchange.py), MPI calls (world.py hands in the window).
 
 No call that can last is ever made (rule 14): payloads go in pieces of at most 4 MiB, each polled; what has been started
 counts as arrived (is *flushed*) when the target has answered a read of the board that was started later, with nothing
@@ -99,8 +99,8 @@ class Upload:
     """One rank's part of a contribution.
 
     Attributes:
-        encode: runs in the link thread; returns this rank's slice as it goes on the wire, uint8.
-        header: what rank 0 sends ahead of its slice; None on other ranks.
+        encode: runs in the link thread; returns the header that rank 0 sends ahead of its slice (None on other ranks),
+            and this rank's slice as it goes on the wire, uint8.
         counters: [c] int64, sent by rank 0.
     """
 
@@ -109,8 +109,7 @@ class Upload:
     fragment: int
     num_elements: int
     num_counters: int
-    encode: Callable[[], NDArray[np.uint8]]
-    header: UpHeader | None = None
+    encode: Callable[[], tuple[UpHeader | None, NDArray[np.uint8]]]
     counters: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
@@ -188,7 +187,6 @@ class Courier(threading.Thread):
         self._arrivals: deque[Arrival] = deque()
         self._max_arrivals = len(layout.fragments) + geometry.num_slots
         self._step_s = 0.0
-        self._poll_s = _MIN_POLL_S
         self._pings = 0
         self._flushed_ping = 0
         self._unflushed = False
@@ -201,11 +199,10 @@ class Courier(threading.Thread):
 
     # ------------------------------------------------------------------- the training thread's side; never blocks
 
-    def report(self, *, state: int, step: int, num_steps: int, tokens: int, loss: float, step_s: float) -> None:
+    def report(self, *, state: int, step: int, num_steps: int, tokens: int, loss: float) -> None:
         """Put the learner's progress on the up board (rank 0)."""
         # the link thread does the rest: the training thread only leaves the newest values
         self._progress = (step << 32 | num_steps, tokens, loss, state)
-        self._step_s = step_s
 
     def announce(self, line: int, word: int) -> None:
         """Answer the round on a line (rank 0)."""
@@ -222,11 +219,15 @@ class Courier(threading.Thread):
         self._chores.append(chore)
         self._in_a_hurry = True
 
-    def boundary_done(self) -> None:
+    def boundary_done(self, step_s: float) -> None:
         """Called last at a step boundary: what was announced and submitted at it does not wait for the next poll.
 
         Not earlier, else the link thread would compete with the training thread's copies.
+
+        Args:
+            step_s: length of a step, seconds: a board that is read well within each is read soon enough.
         """
+        self._step_s = step_s
         if self._in_a_hurry:
             self._in_a_hurry = False
             self._awake()
@@ -276,7 +277,8 @@ class Courier(threading.Thread):
             tasks = self.tasks()
             while not self._ending:
                 busy = [next(task) for task in tasks]
-                self._asleep.acquire(timeout=_BUSY_POLL_S if any(busy) else self._poll_s)
+                poll_s = min(max(self._step_s / 8, _MIN_POLL_S), _MAX_POLL_S)
+                self._asleep.acquire(timeout=_BUSY_POLL_S if any(busy) else poll_s)
         except BaseException as error:
             self.failure = error
             log.exception("%s: the link thread has failed; the learner saves its state and ends", self._who)
@@ -284,7 +286,8 @@ class Courier(threading.Thread):
     def _do_chores(self) -> Task:
         while True:
             while self._chores:
-                self._chores.popleft()()
+                self._chores[0]()
+                self._chores.popleft()  # afterwards, since it counts as waiting until it is done
             yield False
 
     def _read_board(self) -> Task:
@@ -373,8 +376,6 @@ class Courier(threading.Thread):
                         if not before or before[index] != value:
                             self._write(offsets[index], value)
                     self._written_progress, self._written_words = progress, words
-                    # a board read well within each step is soon enough
-                    self._poll_s = min(max(self._step_s / 8, _MIN_POLL_S), _MAX_POLL_S)
                 now = time.monotonic()
                 if now >= self._next_beat_s:
                     self._beats += 1
@@ -402,12 +403,12 @@ class Courier(threading.Thread):
     def _send(self, upload: Upload) -> Task:
         """Header and payload, Flush, commit word, Flush."""
         g, slot = self._geometry, self._geometry.up_slot(upload.line)
-        payload = upload.encode()
+        found, payload = upload.encode()
         floats_at = slot + g.down_header_bytes + 8 * upload.num_counters
         low, _ = g.slice_bytes(upload.num_elements, self._rank)
         crc = 0
-        if upload.header is not None:
-            header = np.frombuffer(upload.header.to_bytes(), dtype=np.uint8)
+        if found is not None:
+            header = np.frombuffer(found.to_bytes(), dtype=np.uint8)
             counters = upload.counters.view(np.uint8)
             yield from self._piece(lambda: self._window.put(slot, header))
             if counters.nbytes:

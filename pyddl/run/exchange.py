@@ -1,12 +1,18 @@
-"""A learner's side of each fragment: receipts (replace and rebase), snapshots with error feedback, outcomes.
+"""A learner's side of each fragment, in the order of its journey: answer, snapshot, outcome, receipt.
 
 Here: what is done with fragments at a step boundary, as a function of the down board and of state that is equal on all
 ranks of a learner. Not here: which board counts at which boundary, the end (learner.py); torch modules' insides
 (replica.py); moving bytes (link/courier.py).
+
+A fragment is *held* in a version (its values then are the anchor). A round on the board is *answered*: a snapshot is
+taken, an announcement written (training thread). It is copied, encoded and *sent* (link thread). Its outcome word says
+*merged* or *refused*: refused, the base may be used again; merged, the published fragment that contains it is received
+(training thread), and the fragment is held in that version.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +30,8 @@ from ..store.trace import Trace
 from .replica import CopyOut, Replica
 
 __all__ = ["Boundary", "Exchange", "Link"]
+
+log = logging.getLogger(__name__)
 
 _NO_COUNTERS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
@@ -48,13 +56,14 @@ class Link:
 
 @dataclass
 class Boundary:
-    """Where a learner stands at a step boundary; equal on all of its ranks.
+    """Where a learner stands at a step boundary; equal on all of its ranks, but for the cursor.
 
     Attributes:
         num_steps: inner steps made.
         clock: t_m; raised to the syncer's by what is received.
         tokens: of all ranks; None with G > 1, where they are known one boundary later.
         closing: no further step will be made.
+        in_flight: rounds that may be open at once at this position of the schedule of H.
         cursor: positions in the data, for the tape.
     """
 
@@ -62,6 +71,7 @@ class Boundary:
     clock: int
     tokens: int | None
     closing: bool
+    in_flight: int
     cursor: list[int]
 
 
@@ -97,7 +107,8 @@ class _Held:
     push: _Push | None = None
     residual: NDArray[np.float32] | None = None
     refused_round: int = 0  # not answered again; the syncer asks anew in another round
-    encodes: int = 0  # encodings that the link thread has not finished
+    num_submitted: int = 0  # uploads; written by the training thread
+    num_encoded: int = 0  # of them; written by the link thread: until then it reads the anchor
 
 
 class Exchange:
@@ -109,13 +120,13 @@ class Exchange:
         receipts: the learner's tape.
         receipt: replace or rebase.
         num_ranks: G.
-        copies_later: whether :meth:`finish_copies` is called before each change of the parameters, so that snapshots
-            may be copied beside the next step.
+
+    Attributes:
+        copies_later: snapshots may be copied beside the next step: :meth:`finish_copies` is called before each change
+            of the parameters.
     """
 
-    def __init__(
-        self, link: Link, replica: Replica, receipts: Trace, *, receipt: str, num_ranks: int, copies_later: bool
-    ) -> None:
+    def __init__(self, link: Link, replica: Replica, receipts: Trace, *, receipt: str, num_ranks: int) -> None:
         self.fragments = [_Held(v, a) for v, a in zip(link.versions, link.anchors, strict=True)]
         self._link = link
         self._replica = replica
@@ -123,7 +134,7 @@ class Exchange:
         self._rebases = receipt == "rebase"
         self._rank = link.group.rank
         self._num_ranks = num_ranks
-        self._copies_later = copies_later
+        self.copies_later = False
         self._copies: list[CopyOut] = []
         self._wants_tokens: list[Callable[[int], None]] = []
         self._pushed: dict[int, _Held] = {}  # slots that hold a push of unknown outcome, and of which fragment
@@ -141,20 +152,144 @@ class Exchange:
         self._wants_tokens.clear()
 
     def finish_copies(self) -> None:
-        """The parameters are about to change: see to it that the snapshots are whole."""
+        """The parameters are about to change: see to it that the snapshots are whole. Training thread."""
         for copy in self._copies:
+            if self.copies_later and copy.is_overtaken():
+                self.copies_later = False
+                log.warning(
+                    "parameters must not change between learner.step() and the optimizer's next step(); they did, so "
+                    "that a contribution may mix values from before and after: set sync.overlap_snapshots=false; "
+                    "snapshots are copied at once from now on"
+                )
             copy.finish()
         self._copies.clear()
 
     def carry_out(self, board: Board, upto_sequence: int, here: Boundary) -> None:
-        """Outcomes, receipts and answers of one boundary; ``here.clock`` is raised to that of what is received."""
+        """Outcomes, receipts and answers of one boundary.
+
+        Args:
+            board: as the learner's rank 0 has read it.
+            upto_sequence: published fragments up to this sequence number are held by all ranks.
+            here: the boundary; its clock is raised to that of what is received.
+
+        Raises:
+            ConfigError: if the model is no longer the one that was attached (replica.py).
+        """
         self._take_outcomes(board)
         self.receive(upto_sequence, here)
         for line, word in enumerate(board.rounds):
             if word:
                 self._answer(line, word, here)
 
-    # -- receipts
+    # -- answers and snapshots
+
+    def _answer(self, line: int, word: int, here: Boundary) -> None:
+        """Rules 2 and 4: answer once, from the version the round asks for, with at least one step of progress."""
+        courier = self._link.courier
+        round_id, p, base_low = unpack(word)
+        held = self.fragments[p]
+        if held.push is not None or held.version & 0xFFFF != base_low or line in self._pushed:
+            return
+        if held.refused_round == round_id:
+            return
+        if here.num_steps == held.since_step:
+            if here.closing and self._rank == 0 and self._declined.get(line) != round_id:
+                self._declined[line] = round_id
+                courier.announce(line, pack(round_id, p, DECLINED))
+            return
+        push = self._snapshot(p, held, round_id, line, here)
+        held.push = push
+        held.num_submitted += 1
+        self._pushed[line] = held
+        if self._rank == 0:
+            courier.announce(line, pack(round_id, p, ANNOUNCED))
+        counters = self._replica.counters(p) if self._rank == 0 else _NO_COUNTERS
+        if push.at_tokens is not None:
+            self._submit(p, held, push, counters)
+        else:
+            self._wants_tokens.append(lambda _total: self._submit(p, held, push, counters))
+
+    def _snapshot(self, p: int, held: _Held, round_id: int, line: int, here: Boundary) -> _Push:
+        low, high = self._slice(p)
+        if self._rebases:
+            low, high = 0, self._link.layout.fragments[p].num_elements
+        snapshot = self._link.pool.take(high - low)
+        copy = self._replica.begin_copy_out(p, snapshot, low)
+        if self.copies_later:
+            self._copies.append(copy)
+            self._link.courier.do_soon(copy.finish)
+        else:
+            copy.finish()
+        push = _Push(round_id, line, held.version, held.anchor, snapshot, here.num_steps, None, here.clock, copy)
+        push.at_tokens = self._tokens_now(here, push, "at_tokens")
+        return push
+
+    def _slice(self, p: int) -> tuple[int, int]:
+        return slice_bounds(self._link.layout.fragments[p].num_elements, self._num_ranks, self._rank)
+
+    def _submit(self, p: int, held: _Held, push: _Push, counters: NDArray[np.int64]) -> None:
+        """Hand a snapshot to the link thread."""
+        fragment = self._link.layout.fragments[p]
+        self._link.courier.submit(
+            Upload(
+                round=push.round,
+                line=push.line,
+                fragment=p,
+                num_elements=fragment.num_elements,
+                num_counters=fragment.num_counters,
+                encode=self._encoder(p, held, push),
+                counters=counters,
+            )
+        )
+
+    def _encoder(self, p: int, held: _Held, push: _Push) -> Callable[[], tuple[UpHeader | None, NDArray[np.uint8]]]:
+        """What the link thread calls: the header (rank 0's) and the slice of the outer gradient as it goes on the wire.
+
+        The outer gradient is the anchor minus theta. What a receipt may change until then is taken down now.
+        """
+        assert push.at_tokens is not None
+        assert held.since_tokens is not None
+        c_steps, c_tokens = push.at_step - held.since_step, push.at_tokens - held.since_tokens
+        low, high = self._slice(p)
+        theta = push.snapshot[low:high] if self._rebases else push.snapshot
+
+        def encode() -> tuple[UpHeader | None, NDArray[np.uint8]]:
+            push.copy.finish()
+            # rebase needs the snapshot again at the receipt; else its buffer takes the difference
+            delta = np.subtract(push.anchor[low:high], theta, out=None if self._rebases else theta)
+            wire: NDArray[Any] = delta
+            if self._link.geometry.wire == "bf16":
+                push.residual = np.zeros_like(delta) if held.residual is None else held.residual.copy()
+                wire = np.empty(len(delta), dtype=np.uint16)
+                encode_bf16(delta, push.residual, wire)
+            push.encoded = True
+            held.num_encoded += 1
+            return self._header(p, push, c_steps, c_tokens) if self._rank == 0 else None, wire.view(np.uint8)
+
+        return encode
+
+    def _header(self, p: int, push: _Push, c_steps: int, c_tokens: int) -> UpHeader:
+        fragment = self._link.layout.fragments[p]
+        return UpHeader(
+            run_token=self._link.run_token,
+            round=push.round,
+            fragment=p,
+            base_version=push.base_version,
+            step=push.clock,
+            c_steps=c_steps,
+            c_tokens=c_tokens,
+            incarnation=self._link.incarnation,
+            num_elements=fragment.num_elements,
+            num_counters=fragment.num_counters,
+        )
+
+    def _tokens_now(self, here: Boundary, target: Any, name: str) -> int | None:
+        """The tokens up to this boundary; with G > 1 they are filled in at the next one."""
+        if here.tokens is None:
+            self._wants_tokens.append(lambda total: setattr(target, name, total))
+        return here.tokens
+
+    # -- outcomes and receipts
 
     def _take_outcomes(self, board: Board) -> None:
         """A refused push is forgotten and its base may be used again; a merged one is settled by its receipt."""
@@ -184,7 +319,7 @@ class Exchange:
         newest = {a.fragment: a for a in arrivals}
         superseded = [a for a in arrivals if newest[a.fragment] is not a]
         # As many as may be in flight at once, else receipts fall behind the rounds that H asks for.
-        limit = max(2, link.geometry.num_slots, math.ceil(len(newest) / 4))
+        limit = max(here.in_flight, math.ceil(len(newest) / 4))
         chosen = sorted(newest.values(), key=lambda a: a.sequence)[:limit]
         for arrival in superseded:
             link.pool.give(arrival.floats)
@@ -223,7 +358,7 @@ class Exchange:
             if push.residual is not None:
                 held.residual = push.residual  # it was merged: what was rounded off goes with the next push
             self._settle(held, push)
-        if held.push is None and held.encodes == 0:
+        if held.push is None and held.num_encoded == held.num_submitted:
             pool.give(old_anchor)
         self._replica.set_counters(p, arrival.counters)
         self._receipts.write(
@@ -236,110 +371,8 @@ class Exchange:
             cursor=here.cursor,
         )
 
-    def _tokens_now(self, here: Boundary, target: Any, name: str) -> int | None:
-        """The tokens up to this boundary; with G > 1 they are filled in at the next one."""
-        if here.tokens is None:
-            self._wants_tokens.append(lambda total: setattr(target, name, total))
-        return here.tokens
-
-    # -- contributions
-
-    def _answer(self, line: int, word: int, here: Boundary) -> None:
-        """Rules 2 and 4: answer once, from the version the round asks for, with at least one step of progress."""
-        courier = self._link.courier
-        round_id, p, base_low = unpack(word)
-        held = self.fragments[p]
-        if held.push is not None or held.version & 0xFFFF != base_low or line in self._pushed:
-            return
-        if held.refused_round == round_id:
-            return
-        if here.num_steps == held.since_step:
-            if here.closing and self._rank == 0 and self._declined.get(line) != round_id:
-                self._declined[line] = round_id
-                courier.announce(line, pack(round_id, p, DECLINED))
-            return
-        push = self._snapshot(p, held, round_id, line, here)
-        held.push = push
-        held.encodes += 1
-        self._pushed[line] = held
-        if self._rank == 0:
-            courier.announce(line, pack(round_id, p, ANNOUNCED))
-        counters = self._replica.counters(p) if self._rank == 0 else _NO_COUNTERS
-        if push.at_tokens is not None:
-            self._submit(p, held, push, counters)
-        else:
-            self._wants_tokens.append(lambda _total: self._submit(p, held, push, counters))
-
-    def _snapshot(self, p: int, held: _Held, round_id: int, line: int, here: Boundary) -> _Push:
-        low, high = self._slice(p)
-        if self._rebases:
-            low, high = 0, self._link.layout.fragments[p].num_elements
-        snapshot = self._link.pool.take(high - low)
-        copy = self._replica.begin_copy_out(p, snapshot, low)
-        if self._copies_later:
-            self._copies.append(copy)
-            if here.tokens is None:  # it is submitted one boundary later
-                self._link.courier.do_soon(copy.finish)
-        else:
-            copy.finish()
-        push = _Push(round_id, line, held.version, held.anchor, snapshot, here.num_steps, None, here.clock, copy)
-        push.at_tokens = self._tokens_now(here, push, "at_tokens")
-        return push
-
-    def _slice(self, p: int) -> tuple[int, int]:
-        return slice_bounds(self._link.layout.fragments[p].num_elements, self._num_ranks, self._rank)
-
-    def _submit(self, p: int, held: _Held, push: _Push, counters: NDArray[np.int64]) -> None:
-        """Hand a snapshot to the link thread, which does all that can wait: the training thread's time is dear."""
-        assert push.at_tokens is not None
-        assert held.since_tokens is not None
-        c_steps, c_tokens = push.at_step - held.since_step, push.at_tokens - held.since_tokens
-        encode = self._encoder(held, push, *self._slice(p))  # now: a receipt may change what the push refers to
-
-        def submit() -> None:
-            push.copy.finish()
-            link, fragment = self._link, self._link.layout.fragments[p]
-            header = UpHeader(
-                run_token=link.run_token,
-                round=push.round,
-                fragment=p,
-                base_version=push.base_version,
-                step=push.clock,
-                c_steps=c_steps,
-                c_tokens=c_tokens,
-                incarnation=link.incarnation,
-                num_elements=fragment.num_elements,
-                num_counters=fragment.num_counters,
-            )
-            link.courier.submit(
-                Upload(
-                    push.round,
-                    push.line,
-                    p,
-                    fragment.num_elements,
-                    fragment.num_counters,
-                    encode,
-                    header if self._rank == 0 else None,
-                    counters,
-                )
-            )
-
-        self._link.courier.do_soon(submit)
-
-    def _encoder(self, held: _Held, push: _Push, low: int, high: int) -> Callable[[], NDArray[np.uint8]]:
-        """The slice of the outer gradient (anchor minus theta) as it goes on the wire; runs in the link thread."""
-        theta = push.snapshot[low:high] if self._rebases else push.snapshot
-
-        def encode() -> NDArray[np.uint8]:
-            # rebase needs the snapshot again at the receipt; else its buffer takes the difference
-            delta = np.subtract(push.anchor[low:high], theta, out=None if self._rebases else theta)
-            wire: NDArray[Any] = delta
-            if self._link.geometry.wire == "bf16":
-                push.residual = np.zeros_like(delta) if held.residual is None else held.residual.copy()
-                wire = np.empty(len(delta), dtype=np.uint16)
-                encode_bf16(delta, push.residual, wire)
-            push.encoded = True
-            held.encodes -= 1
-            return wire.view(np.uint8)
-
-        return encode
+    def adopt_global(self) -> None:
+        """At the end: the model becomes what was received last of each fragment, whatever was learnt since."""
+        self.finish_copies()
+        for p, held in enumerate(self.fragments):
+            self._replica.copy_in(p, held.anchor)

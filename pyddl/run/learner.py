@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..config import Config
+from ..core.rounds import rounds_in_flight
 from ..errors import ConfigError, ProtocolError, TransportError
 from ..link.mailbox import (
     CLOSING,
@@ -91,20 +92,14 @@ class Learner:
         self._save = save
         self._save_beside = save_beside  # beside training, with each checkpoint of the syncer
         self._board: Board | None = None
+        self._hook: Any = None  # before the optimizer's step
         self._exchange: Exchange | None = None
         if link is not None:
-            overlaps = config.sync.overlap_snapshots and isinstance(optimizer, torch.optim.Optimizer)
-            exchange = Exchange(
-                link,
-                replica,
-                receipts,
-                receipt=config.sync.receipt,
-                num_ranks=num_ranks,
-                copies_later=overlaps,
-            )
-            if overlaps:  # another kind of optimizer has no hooks: its snapshots are copied at once
-                optimizer.register_step_pre_hook(lambda *_: exchange.finish_copies())
-            self._exchange = exchange
+            self._exchange = Exchange(link, replica, receipts, receipt=config.sync.receipt, num_ranks=num_ranks)
+            if config.sync.overlap_snapshots:
+                self._overlap_snapshots(self._exchange)
+        self._interval = config.interval
+        self._common_sequence = 0  # what all ranks held at the last order
         self._order: tuple[Any, Any, NDArray[np.int64], NDArray[np.uint64]] | None = None
         self._saved_step: int | None = None  # checkpoint of the syncer beside which the state was saved
         self._stopped = False
@@ -122,6 +117,18 @@ class Learner:
         if link is not None and num_ranks > 1:
             trained = [p for p in model.parameters() if p.requires_grad]
             self._averager = GradientAverager(trained, link.group)
+
+    def _overlap_snapshots(self, exchange: Exchange) -> None:
+        """Copy snapshots beside the next step, if the optimizer says when it begins to change what they are of."""
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            log.info("%s: the optimizer is none of torch's and has no hooks: snapshots are copied at once", self._who)
+            return
+        known = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        if not all(id(p) in known for p in self.model.parameters() if p.requires_grad):
+            log.info("%s: not all parameters are the attached optimizer's: snapshots are copied at once", self._who)
+            return
+        exchange.copies_later = True
+        self._hook = self.optimizer.register_step_pre_hook(lambda *_: exchange.finish_copies())
 
     # ------------------------------------------------------------------------------------------ the user's loop
 
@@ -266,9 +273,10 @@ class Learner:
     def close(self) -> None:
         """End this learner's part: answer the last rounds, take the final model, save the learner's state.
 
-        Afterwards ``model`` holds the syncer's global model (rounded to bfloat16 with ``sync.wire = bf16``). A learner
-        whose own data has ended waits here for the others, as long as the syncer answers; from the end of the run on it
-        waits for ``timeouts.drain_s``. May be called twice.
+        Afterwards ``model`` holds the syncer's global model (rounded to bfloat16 with ``sync.wire = bf16``), or, if the
+        last rounds did not come to their end in time, the newest versions that have come. A learner whose own data has
+        ended waits here for the others, as long as the syncer answers; from the end of the run on it waits for
+        ``timeouts.drain_s``. May be called twice.
         """
         if self._closed:
             return
@@ -278,6 +286,8 @@ class Learner:
             self._drain(link)
             if self._averager is not None:
                 self._averager.close()
+            if self._hook is not None:
+                self._hook.remove()
         self._closed = True
         if link is not None:
             lost = self._board is None or self._board.phase != FINISHED
@@ -294,7 +304,7 @@ class Learner:
             link.leave(0, lost)
         self._save(self)  # last, since it may take long and nobody should wait for it
 
-    # ------------------------------------------------------------------------------------------ the exchange
+    # ------------------------------------------------------------------------------------------ the boundary
 
     def _meet_boundary(self, tokens: int) -> None:
         """One boundary: obey the order that is due, post the next one."""
@@ -313,7 +323,7 @@ class Learner:
                 self._end_with_group(error)
         if self.rank == 0:
             self._report(link)
-        link.courier.boundary_done()
+        link.courier.boundary_done(self._step_s)
 
     def _count_tokens(self, tokens: int) -> None:
         self.tokens += tokens
@@ -351,13 +361,13 @@ class Learner:
             num_steps=self.num_steps,
             tokens=self.tokens,
             loss=self._shown,
-            step_s=self._step_s,
         )
 
     def _obey(self, link: Link, board: Board, upto_sequence: int) -> None:
         """What is done at a boundary; depends on nothing but the arguments and state equal on all ranks."""
         assert self._exchange is not None
         self._board = board
+        self._common_sequence = upto_sequence
         here = self._boundary()
         self._exchange.carry_out(board, upto_sequence, here)
         self.step_count = here.clock
@@ -370,8 +380,20 @@ class Learner:
 
     def _boundary(self) -> Boundary:
         tokens = self.tokens if self.num_ranks == 1 else None
-        cursor = [s.position for s in self.shards]
-        return Boundary(self.num_steps, self.step_count, tokens, self._state == CLOSING, cursor)
+        board, link, sync = self._board, self._link, self._config.sync
+        assert board is not None
+        assert link is not None
+        position = self._interval.position(board.step, board.tokens, self._config.run.max_tokens)
+        return Boundary(
+            num_steps=self.num_steps,
+            clock=self.step_count,
+            tokens=tokens,
+            closing=self._state == CLOSING,
+            in_flight=rounds_in_flight(
+                sync.in_flight, len(link.layout.fragments), sync.tau_steps, self._interval.at(position)
+            ),
+            cursor=[s.position for s in self.shards],
+        )
 
     # -- lock-step, the end, and what goes wrong
 
@@ -412,14 +434,16 @@ class Learner:
                 log.warning(
                     "%s: the last rounds took more than %.0f s; leaving without their result", self._who, drain_s
                 )
-                return
+                break
             if self._is_syncer_gone(link):
                 self._give_up_on_syncer()
             time.sleep(0.001)
         assert self._exchange is not None
-        here = self._boundary()
-        while self._exchange.receive(link.courier.received_sequence, here):
-            self.step_count = here.clock
+        if self._board is not None:
+            here = self._boundary()
+            while self._exchange.receive(self._common_sequence, here):
+                self.step_count = here.clock
+        self._exchange.adopt_global()
 
     def _part_from_group(self, link: Link) -> None:
         """No rank ends while a mate may still read from it."""

@@ -1,6 +1,6 @@
 """A learner's model as fragments: tensor specifications, and copies between parameters and flat float32 buffers.
 
-Here: everything that knows a torch module's insides. Not here: when fragments are copied (learner.py).
+Here: everything that knows a torch module's insides. Not here: when fragments are copied (exchange.py).
 
 Tensors are looked up in the model by name at every copy, since training replaces some of them: a buffer that forward
 assigns anew, or that ``model.to()`` converts, is another object afterwards. What attach() has not seen is refused then:
@@ -70,18 +70,28 @@ def tensor_specs(model: nn.Module) -> list[TensorSpec]:
     return specs
 
 
+def _changed_by_forward(model: nn.Module) -> set[str]:
+    """Names of tensors that a forward pass may change: buffers (BatchNorm), embeddings that it renormalises."""
+    names = {name for name, _, role in _named_tensors(model) if role == "buffer"}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, _EMBEDDINGS) and module.max_norm is not None:
+            names.add(f"{prefix}.weight" if prefix else "weight")
+    return names
+
+
 @dataclass(frozen=True)
 class _Mark:
     """By what a tensor is recognised whose views are kept; ``tensor`` is a detached alias, no graph hangs on it."""
 
     tensor: torch.Tensor
+    moves: bool  # in a forward pass
     pointer: int
     shape: torch.Size
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Mark:
-        return cls(tensor, tensor.data_ptr(), tensor.shape, tensor.stride())
+    def of(cls, tensor: torch.Tensor, moves: bool) -> _Mark:
+        return cls(tensor, moves, tensor.data_ptr(), tensor.shape, tensor.stride())
 
 
 class _Place:
@@ -166,8 +176,8 @@ class _Place:
             )
         return (
             f"an attached model must keep its parameters; {name} has been replaced by another tensor, which the "
-            "optimizer does not know: change its values in place (p.data.copy_(...)), or replace it before "
-            "session.attach()"
+            "optimizer does not know: change its values in place (p.data.copy_(...)) before learner.step(), "
+            "or replace it before session.attach()"
         )
 
 
@@ -185,20 +195,29 @@ class CopyOut:
 
     A learner's link thread copies while the next step computes its gradients; the training thread asks before the
     parameters change (the pre-hook of its optimizer), and copies itself what has not been begun.
+
+    Args:
+        pairs: (to, from), arrays [k] float32 of equal length.
+        tensors: those that are copied from; none may change before :meth:`finish` has returned.
     """
 
-    def __init__(self, pairs: list[tuple[NDArray[np.float32], NDArray[np.float32]]]) -> None:
-        self._pairs = pairs  # (to, from)
+    def __init__(
+        self, pairs: list[tuple[NDArray[np.float32], NDArray[np.float32]]], tensors: list[torch.Tensor]
+    ) -> None:
+        self._pairs = pairs
+        self._versions = [(tensor, tensor._version) for tensor in tensors]
         self._lock = threading.Lock()
 
     def finish(self) -> None:
-        """Return when the buffer holds its part."""
-        if not self._pairs:
-            return
+        """Return when the buffer holds its part; any thread."""
         with self._lock:
             for target, source in self._pairs:
                 target[:] = source
             self._pairs = []
+
+    def is_overtaken(self) -> bool:
+        """Whether a tensor has been changed in place since (as far as autograd has seen it: not through ``.data``)."""
+        return any(tensor._version != version for tensor, version in self._versions)
 
 
 class Replica:
@@ -218,13 +237,27 @@ class Replica:
         self._own = [list(dict.fromkeys(s.tensor for s in fragment.segments)) for fragment in self._fragments]
         self._exact = [all(layout.tensors[index].dtype == "float32" for index in own) for own in self._own]
         self._views: list[_Views | None] = [None] * len(self._fragments)
+        moving = _changed_by_forward(model)
+        self._moving = {i for i, spec in enumerate(layout.tensors) if {spec.name, *spec.aliases} & moving}
+        self._moves = [[s.tensor in self._moving for s in fragment.segments] for fragment in self._fragments]
 
     def copy_out(self, fragment: int, out: NDArray[np.float32], low: int = 0) -> None:
         """Copy elements ``low`` to ``low + len(out)`` of a fragment into ``out``, float32."""
         self.begin_copy_out(fragment, out, low).finish()
 
     def begin_copy_out(self, fragment: int, out: NDArray[np.float32], low: int = 0) -> CopyOut:
-        """:meth:`copy_out` to be finished before a parameter changes, in any thread; all checks are made now."""
+        """:meth:`copy_out`, of which the rest may be done in any thread before a parameter changes.
+
+        All checks are made now, and what the next forward pass may change (buffers) is copied now.
+
+        Args:
+            fragment: index.
+            out: [k] float32, written.
+            low: first element of the fragment.
+
+        Raises:
+            ConfigError: if the model is no longer the one that was attached.
+        """
         if fragment == 0:  # once in H steps is often enough for what no copy comes across
             for place in self._frozen:
                 place.require_frozen()
@@ -233,13 +266,17 @@ class Replica:
             target = torch.from_numpy(out)
             for tensor, start, stop, at in self._pieces(fragment, low, high):
                 target[at : at + stop - start].copy_(tensor.reshape(-1)[start:stop])
-            return CopyOut([])
-        pairs = []
-        for array, at in zip(views.arrays, views.starts, strict=True):
+            return CopyOut([], [])
+        later = []
+        for array, at, moves in zip(views.arrays, views.starts, self._moves[fragment], strict=True):
             first, last = max(at, low), min(at + len(array), high)
             if first < last:
-                pairs.append((out[first - low : last - low], array[first - at : last - at]))
-        return CopyOut(pairs)
+                pair = (out[first - low : last - low], array[first - at : last - at])
+                if moves:
+                    pair[0][:] = pair[1]
+                else:
+                    later.append(pair)
+        return CopyOut(later, [mark.tensor for mark in views.marks if not mark.moves])
 
     def copy_in(self, fragment: int, floats: NDArray[np.float32]) -> None:
         """Set a fragment's parameters. Where a dtype is narrower, ``floats`` becomes what the tensor then holds."""
@@ -299,7 +336,8 @@ class Replica:
             return None
         segments = self._fragments[fragment].segments
         arrays = [tensors[s.tensor].view(-1)[s.start : s.stop].numpy() for s in segments]
-        views = _Views([_Mark.of(t) for t in tensors.values()], arrays, [s.offset for s in segments])
+        marks = [_Mark.of(tensor, index in self._moving) for index, tensor in tensors.items()]
+        views = _Views(marks, arrays, [s.offset for s in segments])
         self._views[fragment] = views
         return views
 

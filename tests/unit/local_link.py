@@ -377,6 +377,7 @@ class Mailbox:
                 "num_elements": len(floats),
                 "num_counters": num_counters,
             }
+            mine = UpHeader(**{**fields, **header}) if r == 0 else None
             self.couriers[r].submit(
                 Upload(
                     round_id,
@@ -384,8 +385,7 @@ class Mailbox:
                     fragment,
                     len(floats),
                     num_counters,
-                    lambda low=low, high=high: raw[low:high].copy(),
-                    UpHeader(**{**fields, **header}) if r == 0 else None,
+                    lambda low=low, high=high, mine=mine: (mine, raw[low:high].copy()),
                     np.arange(num_counters, dtype=np.int64) + round_id,
                 )
             )

@@ -134,12 +134,24 @@ def test_courier_payload_is_flushed_before_the_commit_word_is_written(num_tests:
 def test_courier_encodes_only_when_the_upload_is_sent_and_once():
     box = Mailbox()
     calls = []
-    raw = next(patterns(40)).view(np.uint8)
     box.submit(1, next(patterns(40)))
     upload = box.couriers[0]._uploads[0]
-    upload.encode = lambda: calls.append(1) or raw
+    encode = upload.encode
+    upload.encode = lambda: calls.append(1) or encode()
     box.until(lambda: commits(box) == ((0, 1),), "the commit")
     assert calls == [1]
+
+
+def test_courier_chore_is_done_in_the_link_thread_and_counts_as_waiting_until_it_is():
+    box = Mailbox()
+    courier = box.couriers[0]
+    box.turns(4)
+    seen: list[bool] = []
+    courier.do_soon(lambda: seen.append(courier.idle))
+    assert not courier.idle
+    box.turns(1)
+    assert seen == [False]
+    box.until(lambda: courier.idle, "nothing left")
 
 
 # ---------------------------------------------------------------- flush and stall
@@ -513,7 +525,7 @@ def test_courier_arrivals_up_to_a_sequence_leaves_the_later_ones():
 
 
 def report(box: Mailbox, number: int) -> None:
-    box.couriers[0].report(state=1, step=number, num_steps=number, tokens=number, loss=0.5, step_s=0.01)
+    box.couriers[0].report(state=1, step=number, num_steps=number, tokens=number, loss=0.5)
 
 
 def test_courier_thread_writes_what_was_reported_last_and_ends():
@@ -545,7 +557,7 @@ def test_courier_words_added_by_the_training_thread_while_they_are_written_do_no
             number += 1
             for line in range(32):
                 courier.announce(line, pack(number, line, ANNOUNCED))
-            courier.boundary_done()
+            courier.boundary_done(0.01)
     finally:
         sys.setswitchinterval(interval)
     assert courier.failure is None
@@ -585,6 +597,6 @@ def test_courier_window_that_fails_ends_the_link_and_nothing_waits_for_it(caplog
     assert "the link thread has failed" in caplog.text
     report(box, 1)
     courier.announce(0, pack(1, 0, ANNOUNCED))
-    courier.boundary_done()
+    courier.boundary_done(0.01)
     assert courier.end(0.1), "nothing waits for a thread that is gone"
     assert threading.current_thread() is threading.main_thread()

@@ -254,12 +254,33 @@ def test_learner_clock_is_raised_to_the_syncers_at_a_receipt_and_never_falls():
 
 
 @pytest.mark.parametrize(
-    ("slots", "backlog", "first"),
+    ("in_flight", "backlog", "first"),
     [(2, 1, 1), (2, 2, 2), (2, 7, 2), (2, 8, 2), (2, 9, 3), (2, 24, 6), (8, 5, 5), (8, 8, 8), (8, 12, 8), (5, 24, 6)],
 )
-def test_learner_backlog_is_applied_in_parts_oldest_first(slots: int, backlog: int, first: int):
+def test_learner_backlog_is_applied_in_parts_oldest_first(in_flight: int, backlog: int, first: int):
     """Rule 12: at most max(rounds in flight, backlog/4) per boundary: no long stop in one step, no lag."""
-    desk = Desk(fragments=24, slots=slots)
+    desk = Desk(f"sync.in_flight={in_flight}", fragments=24)
+    fill(desk, backlog)
+    desk.train()
+    applied = [p for p, w in enumerate(desk.weights) if w == 1.0]
+    assert applied == list(range(first))
+    desk.train(12)
+    assert not desk.box.couriers[0].arrivals(10**6), "and after a while it has caught up"
+
+
+@pytest.mark.parametrize(("step", "first"), [(99, 12), (100, 3)])
+def test_learner_backlog_limit_follows_the_schedule_of_h(step: int, first: int):
+    """With H = 4 twelve of 24 fragments are in flight, with H = 24 two; a quarter of the backlog is three."""
+    desk = Desk("sync.interval=4:0,24:100", fragments=24)
+    fill(desk, 12)
+    desk.box.beat(step=step)
+    desk.box.turns(8)
+    desk.step()
+    assert sum(w == 1.0 for w in desk.weights) == first
+
+
+def fill(desk: Desk, backlog: int) -> None:
+    """So many fragments have come, all of value 1.0."""
     for p in range(backlog):
         desk.publish(p, 1, fragment=p)
         desk.box.pump()
@@ -267,11 +288,6 @@ def test_learner_backlog_is_applied_in_parts_oldest_first(slots: int, backlog: i
     for p in range(backlog):
         desk.box.published[p].floats[0] = 0
     assert desk.box.couriers[0].received_sequence == backlog
-    desk.train()
-    applied = [p for p, w in enumerate(desk.weights) if w == 1.0]
-    assert applied == list(range(first))
-    desk.train(12)
-    assert not desk.box.couriers[0].arrivals(10**6), "and after a while it has caught up"
 
 
 def test_learner_receipts_are_written_to_the_tape(tmp_path: Path):

@@ -159,3 +159,43 @@ def test_learner_snapshot_that_does_not_overlap_survives_any_change_of_the_param
     with torch.no_grad():
         desk.model.w[0].fill_(100)  # averaged weights put in for an evaluation, say
     assert content(desk.contribution(r)) == (LR, 0, 1, 1, TOKENS)
+
+
+def test_learner_says_so_once_and_stops_to_overlap_when_something_else_changes_parameters(
+    caplog: pytest.LogCaptureFixture,
+):
+    desk = Desk()
+    for number in range(3):
+        r = desk.ask()
+        desk.box.turns(8)
+        desk.step()
+        with torch.no_grad():
+            desk.model.w[0].fill_(100 + number)
+        desk.step()
+        if number:  # copied at once by now
+            assert content(desk.contribution(r))[0] != 8 - (100 + number)
+        desk.box.port.ask(0, 0)
+        desk.box.port.resolve(0, r, NOT_MERGED)
+        desk.train()
+    (warning,) = [m for m in caplog.messages if "must not change" in m]
+    assert "sync.overlap_snapshots=false" in warning
+    assert not desk.learner._exchange.copies_later
+
+
+def test_learner_whose_optimizer_has_not_all_parameters_copies_at_once(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    desk = Desk(fragments=2, optimizer=lambda parameters, lr: torch.optim.SGD(list(parameters)[:1], lr=lr))
+    assert not desk.learner._exchange.copies_later
+    assert "not all parameters are the attached optimizer's" in caplog.text
+
+
+@pytest.mark.parametrize("receipt", ["replace", "rebase"])
+def test_learner_closes_with_the_global_model_also_when_its_last_contribution_was_refused(receipt: str):
+    desk = Desk(f"sync.receipt={receipt}")
+    desk.publish(1, 5.0)
+    desk.train(3)
+    assert desk.weight != 5.0
+    desk.box.beat(phase=FINISHED)
+    desk.box.couriers[0].start()
+    desk.learner.close()
+    assert desk.weight == 5.0

@@ -269,3 +269,36 @@ def test_replica_copy_that_two_threads_ask_for_is_whole_when_either_has_it():
             nn.init.constant_(model.weight, -1)  # the next step
             future.result(10)
             assert (out == value).all()
+
+
+@pytest.mark.parametrize("num_fragments", [1, 2])
+def test_replica_copy_that_is_finished_after_a_forward_pass_is_of_before_it(num_fragments: int):
+    """A forward pass changes what is no parameter of an optimizer's: statistics, embeddings that it renormalises."""
+    model = nn.Sequential(nn.Embedding(5, 4, max_norm=0.1), nn.Flatten(), nn.Linear(8, 6), nn.BatchNorm1d(6))
+    layout = build_layout(tensor_specs(model), num_fragments=num_fragments)
+    replica = Replica(model, layout)
+    wanted, late, copies = [], [], []
+    for p, fragment in enumerate(layout.fragments):
+        wanted.append(np.empty(fragment.num_elements, dtype=np.float32))
+        replica.copy_out(p, wanted[-1])
+        late.append(np.empty(fragment.num_elements, dtype=np.float32))
+        copies.append(replica.begin_copy_out(p, late[-1]))
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    model(torch.tensor([[0, 1], [2, 3]]))
+    changed = {name for name, t in model.state_dict().items() if not torch.equal(t, before[name])}
+    assert changed == {"0.weight", "3.running_mean", "3.running_var", "3.num_batches_tracked"}
+    for copy, got, want in zip(copies, late, wanted, strict=True):
+        assert not copy.is_overtaken()
+        copy.finish()
+        np.testing.assert_array_equal(got, want)
+
+
+def test_replica_copy_knows_when_a_parameter_was_changed_before_it_was_finished():
+    model = nn.Linear(3, 2)
+    layout = build_layout(tensor_specs(model), num_fragments=1)
+    copy = Replica(model, layout).begin_copy_out(0, np.empty(8, dtype=np.float32))
+    model(torch.ones(3)).sum().backward()
+    assert not copy.is_overtaken()
+    with torch.no_grad():
+        model.bias.add_(1)
+    assert copy.is_overtaken()
