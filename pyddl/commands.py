@@ -34,7 +34,7 @@ def exit_status_of(command: Callable[[], int]) -> int:
         _say_once(error)
         return error.exit_status
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one, of the launcher, must not be heard of at exit
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one, of the launcher, must not be heard of at exit
         if "pyddl.link.world" in sys.modules:
             _end_beside_mpi()
         return _INTERRUPTED

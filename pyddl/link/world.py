@@ -430,19 +430,20 @@ def _plan(size: int, wishes: list[tuple[int | None, int]]) -> tuple[int, int]:
 
 
 @contextmanager
-def deadline(seconds: float, required: str, missing: Callable[[], str]) -> Iterator[None]:
+def deadline(seconds: float, required: str, missing: Callable[[], str], remedy: str = "") -> Iterator[None]:
     """An alarm around MPI calls that block: when it rings, say what was required and who is missing, and end.
 
     Args:
         seconds: until the alarm.
         required: what must have happened by then, such as "all learners must attach".
         missing: who or what is missing, at that time.
+        remedy: which setting is the limit, if one is.
     """
 
     def ring() -> None:
         sys.stderr.write(
-            f"pyddl: {required} within {seconds:.0f} s; {missing()}. Look for the error of that rank above; the limit "
-            "of the set-up is timeouts.setup_s.\n"
+            f"pyddl: {required} within {seconds:.0f} s; {missing()}. Look for the error of that rank above"
+            f"{'; ' if remedy else ''}{remedy}.\n"
         )
         sys.stderr.flush()
         os._exit(1)

@@ -1,8 +1,8 @@
 """The small parent of one rank, so that the rank's death does not end the others (MPICH, world mode).
 
 Here: start one command in a session of its own, tie its life to ours, pass signals on, tell hydra that the
-rank is done when it has died, report how it ended. Not here: MPI (this process never calls it), restarting
-(run/launch.py), telling launchers apart (run/launcher.py).
+rank is done when it has died, report how it ended. Not here: MPI (this process never calls it), restarting what
+has died, telling launchers apart (run/launcher.py).
 
 Use: ``mpiexec -n 5 pyddl guard python train.py``, with ``python -m pyddl.run.guard`` for ``pyddl guard``
 if you like. One guard stands beside each rank, so only the standard library is imported, and little of

@@ -15,8 +15,18 @@ from ..errors import CheckpointError, ConfigError, LayoutMismatch, PyddlError, T
 if TYPE_CHECKING:
     from ..link.world import World
 
-__all__ = ["LEAVE_S", "SECTIONS", "frozen_change", "frozen_difference", "open_world", "refusal", "sections_of"]
+__all__ = [
+    "LEAVE_S",
+    "SECTIONS",
+    "SETUP_REMEDY",
+    "frozen_change",
+    "frozen_difference",
+    "open_world",
+    "refusal",
+    "sections_of",
+]
 
+SETUP_REMEDY = "the limit of the set-up is timeouts.setup_s"
 LEAVE_S = 60.0  # to free windows together; nobody has anything else to do then
 SECTIONS = ("run", "sync", "outer", "timeouts")
 
@@ -25,7 +35,7 @@ def open_world(ranks: int | None, num_learners: int, timeouts: TimeoutConfig) ->
     """Come into MPI with everybody else, under the alarm of the set-up; see link.world.World."""
     from ..link.world import World, deadline
 
-    with deadline(timeouts.setup_s, "all ranks must come into MPI", lambda: "another rank has not come"):
+    with deadline(timeouts.setup_s, "all ranks must come into MPI", lambda: "another rank has not come", SETUP_REMEDY):
         return World(ranks_per_learner=ranks, num_learners=num_learners, group_timeout_s=timeouts.group_s)
 
 
@@ -55,15 +65,15 @@ def frozen_difference(checksums: list[dict[str, int]], whose: str) -> str:
     )
 
 
-def frozen_change(then: dict[str, int] | None, now: dict[str, int], run: str) -> str:
+def frozen_change(then: dict[str, int], now: dict[str, int], run: str) -> str:
     """In which frozen tensors the model is not that of a run that is resumed, as a sentence; empty if in none.
 
     Args:
-        then: checksums by name that the run's checkpoint holds; None: it is of a version that kept none.
+        then: checksums by name that the run's checkpoint holds.
         now: those of the model; the layouts, and so the names, are equal.
         run: the checkpoint, for the sentence.
     """
-    names = [name for name, value in now.items() if then is not None and then.get(name) != value]
+    names = [name for name, value in now.items() if then.get(name) != value]
     if not names:
         return ""
     return (

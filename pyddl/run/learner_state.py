@@ -68,13 +68,15 @@ def save_learner(
         "tokens": learner.tokens,
         "cursors": [shard.state_dict() for shard in learner.shards],
     }
-    try:
-        if learner.rank == 0:  # the optimizer's state is equal on all ranks
-            meta["optimizer"] = _flatten(learner.optimizer.state_dict(), "optimizer", arrays)
+    if learner.rank == 0:  # the optimizer's state is equal on all ranks
+        moments: dict[str, NDArray[Any]] = {}
+        try:
+            meta["optimizer"] = _flatten(learner.optimizer.state_dict(), "optimizer", moments)
             meta["optimizer_kind"], meta["optimizer_shapes"] = _describe(learner.optimizer)
-    except (TypeError, ValueError) as error:  # a state that is no tensors and numbers
-        log.warning("%s; the learner's optimizer state is not saved", error)
-        return
+            arrays |= moments
+        except (AttributeError, TypeError, ValueError) as error:  # a state that is no tensors and numbers, or none
+            meta.pop("optimizer", None)
+            log.warning("%s; the learner's optimizer state is not saved", error)
     if beside:
         arrays = {name: array.copy() for name, array in arrays.items()}  # the next step changes the originals
     writer = threading.Thread(target=_write, args=(path, arrays, meta), name="pyddl-save", daemon=True)
@@ -88,8 +90,8 @@ def save_learner(
 
 def _warn_overdue(path: Path, limit_s: float) -> None:
     log.warning(
-        "the learner's state must reach the disk within %.0f s (timeouts.save_s); %s has not: it is not saved, the "
-        "file system may hang",
+        "the learner's state must reach the disk within %.0f s (timeouts.save_s); %s has not: take it for not saved, "
+        "the file system may hang",
         limit_s,
         path,
     )
@@ -154,6 +156,8 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, meta: dict[str, Any], arra
     Raises:
         ValueError: if the state is that of another optimizer, or lacks what the settings of now need.
     """
+    if "optimizer_kind" not in meta:
+        raise ValueError("the saved state should hold the optimizer's and does not: it could not be written")
     kind, shapes = _describe(optimizer)
     saved_kind, saved_shapes = meta["optimizer_kind"], meta["optimizer_shapes"]
     if (kind, shapes) != (saved_kind, saved_shapes):

@@ -12,6 +12,7 @@ import os
 import secrets
 import signal
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -25,8 +26,8 @@ from ..core.protocol import Protocol
 from ..errors import ConfigError, LayoutMismatch, PyddlError, TransportError
 from ..link.mailbox import Geometry
 from . import guard, launcher
-from .hello import LEAVE_S, SECTIONS, frozen_change, frozen_difference, open_world, refusal, sections_of
-from .processes import DeathWatch
+from .hello import LEAVE_S, SECTIONS, SETUP_REMEDY, frozen_change, frozen_difference, open_world, refusal, sections_of
+from .processes import DeathWatch, describe_self
 
 if TYPE_CHECKING:
     from ..link.port import LearnerPort
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["serve", "serve_as_syncer"]
 
 log = logging.getLogger(__name__)
+
+_PROBE_NAP_S = 0.0001
 
 
 def serve_as_syncer(config: Config | None) -> NoReturn:
@@ -80,7 +83,7 @@ def _serve(config: Config | None, world: World, task_toml: str) -> int:
         return f"not yet attached: learner {', '.join(gone)}" if gone else "all learners have said hello"
 
     setup_s = config.timeouts.setup_s if config else TimeoutConfig().setup_s
-    with deadline(setup_s, "all learners must attach", missing):
+    with deadline(setup_s, "all learners must attach", missing, SETUP_REMEDY):
         hellos = []
         for m, pair in enumerate(world.pairs):
             hellos.append(pair.receive(source=1))
@@ -138,6 +141,7 @@ def _serve(config: Config | None, world: World, task_toml: str) -> int:
                     "step": protocol.step,
                     "tokens": protocol.tokens().processed,
                     "versions": [f.version for f in protocol.fragments],
+                    "process": describe_self(),
                 },
                 to=1,
             )
@@ -201,16 +205,16 @@ def _serve(config: Config | None, world: World, task_toml: str) -> int:
         with deadline(LEAVE_S, "all learners must leave MPI together", lambda: "one has not"):
             for pair in world.pairs:
                 for rank in range(1, 1 + world.num_ranks):
-                    pair.send({"lost": bool(syncer.unsaved)}, to=rank)
-            for pair in world.pairs:
-                if not syncer.unsaved:
+                    pair.send({"lost": syncer.hangs}, to=rank)
+            if not syncer.hangs:
+                for pair in world.pairs:
                     pair.close()
-    if syncer.unsaved:  # a thread that may never end, and a file system that answers nobody: no lock is released
+    if syncer.hangs:  # a thread that may never end, and a file system that answers nobody: no lock is released
         world.lost = True
         return 1
     if lock is not None:
         lock.release()
-    return 0 if syncer.ended_well else _fail(reason)
+    return 0 if syncer.ended_well else _fail(syncer.unsaved or reason)
 
 
 def _probe_words(world: World, ports: list[LearnerPort]) -> None:
@@ -230,6 +234,7 @@ def _probe_words(world: World, ports: list[LearnerPort]) -> None:
                 probe.torn += pair.receive(source=1)["torn"]
                 probe.end()
                 del waiting[pair]
+        time.sleep(_PROBE_NAP_S)  # on a machine with few cores the learners are to have their turns
     torn = {m: probe.torn for m, probe in enumerate(probes) if probe.torn}
     failure = ""
     if torn:
@@ -353,7 +358,7 @@ def _find_checkpoint(
         raise LayoutMismatch(
             f"the model must be that of the run in {folder}:\n" + describe_difference(checkpoint.layout, layout)
         )
-    if change := frozen_change(checkpoint.meta.get("frozen"), frozen, str(path)):
+    if change := frozen_change(checkpoint.meta.get("frozen", {}), frozen, str(path)):
         raise LayoutMismatch(change)
     return checkpoint, [*bad, f"resuming at step {checkpoint.step} from {path.name}"]
 

@@ -21,6 +21,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,20 +33,21 @@ from ..core.layout import Layout, build_layout
 from ..errors import ConfigError, LayoutMismatch, PyddlError
 from ..link.mailbox import Geometry
 from . import guard, launcher
-from .hello import LEAVE_S, frozen_difference, open_world, refusal, sections_of
+from .hello import LEAVE_S, SETUP_REMEDY, frozen_difference, open_world, refusal, sections_of
 from .processes import DeathWatch, describe_self
 from .serving import serve
 
 if TYPE_CHECKING:
     import torch
 
-    from ..link.world import World
+    from ..link.world import Pair, World
     from .learner import Learner
 
 __all__ = ["Session", "init"]
 
 log = logging.getLogger(__name__)
 
+_NAP_S, _LOOK_S = 0.005, 0.5  # of who waits for the syncer's last word
 _SIGNAL_PATIENCE_S = 5.0  # a learner that was told to end waits so long for the run to end
 
 
@@ -134,7 +136,8 @@ class Session:
         """Connect a model and its optimizer with the run. Collective over all ranks of the world.
 
         The model's parameters become the run's Theta (those of learner 0 seed a fresh run). The optimizer's moments
-        stay the learner's own. Afterwards do not replace parameter tensors; values may be changed at will.
+        stay the learner's own. Afterwards do not replace parameter tensors; values are changed by the optimizer, or by
+        anything else before learner.step() is called (``sync.overlap_snapshots``).
 
         Raises:
             LayoutMismatch: if the model differs from the other learners' or from the run's.
@@ -229,7 +232,9 @@ def _join(
     group, pair = world.group, world.pairs[0]
     assert group is not None
     what = "all ranks must attach"
-    with deadline(config.timeouts.setup_s, what, lambda: "the syncer (rank 0) or another learner has not answered"):
+    with deadline(
+        config.timeouts.setup_s, what, lambda: "the syncer (rank 0) or another learner has not answered", SETUP_REMEDY
+    ):
         frozen = replica.frozen_checksums() if replica else {}
         mine = json.dumps([layout.fingerprint if layout else f"{failure}", frozen])
         models = [json.loads(text) for text in group.gather_strings(mine)]
@@ -297,16 +302,16 @@ def _join(
     )
     courier.start()
     guard.protect()
+    syncer = DeathWatch([answer["process"]])
 
     def leave(exit_code: int, lost: bool) -> None:
         world.lost = world.lost or lost
         if exit_code:
             world.leave(exit_code, lost=True)
         if not world.lost:
-            limit_s = config.timeouts.save_s + LEAVE_S  # it writes its last checkpoint first
-            with deadline(limit_s, "the syncer must leave MPI with its learners", lambda: "it has not"):
-                world.lost = bool(pair.receive(source=0)["lost"])
-                if not world.lost:
+            world.lost = _last_word(pair, config.timeouts.save_s + LEAVE_S, syncer)
+            if not world.lost:
+                with deadline(LEAVE_S, "the syncer must leave MPI with its learners", lambda: "it has not"):
                     pair.close()
             world.clean = not world.lost
 
@@ -324,6 +329,25 @@ def _join(
         answer["tokens"],
         leave,
     )
+
+
+def _last_word(pair: Pair, limit_s: float, syncer: DeathWatch) -> bool:
+    """Wait, asleep, until the syncer has written its last checkpoint; whether MPI is to be left as after a loss."""
+    end_s, look_s = time.monotonic() + limit_s, 0.0
+    while not pair.poll():
+        now_s = time.monotonic()
+        if now_s > look_s:
+            look_s = now_s + _LOOK_S
+            has_died = syncer.ended() is not None and not pair.poll()  # its word may have come just now
+            if now_s > end_s or has_died:
+                log.error(
+                    "the syncer must say within %.0f s how to leave MPI and %s; this learner has the final model",
+                    limit_s,
+                    "has died" if has_died else "did not",
+                )
+                return True
+        time.sleep(_NAP_S)
+    return bool(pair.receive(source=0)["lost"])
 
 
 def _finalize(world: World) -> None:

@@ -1,7 +1,7 @@
 """The syncer's loop: it reads mailboxes, tells the protocol, and does what the protocol says.
 
 Here: turning words into events and actions into stores, merges, checkpoints and trace lines. Not here: decisions
-(core/protocol.py), MPI (link/world.py), the set-up of a world (run/session.py). Nothing here needs torch.
+(core/protocol.py), MPI (link/world.py), the set-up of a world (run/serving.py). Nothing here needs torch.
 
 Three threads beside the main one, all with the GIL released in what takes long: one merges, one verifies contributions
 and copies published fragments, one writes checkpoints.
@@ -174,7 +174,8 @@ class Syncer:
         self.num_in_last_merge = 0
         self.started_s = time.monotonic()
         self.outcome = ""
-        self.unsaved = ""  # why the last checkpoint was given up; its thread may never end
+        self.unsaved = ""  # why the last checkpoint is not on disk
+        self.hangs = False  # the thread that writes it may never end
         self._view = view
         self._folder = folder
         self._set_busy = set_busy
@@ -184,6 +185,7 @@ class Syncer:
         self._copier = executor
         self._merger = ThreadPoolExecutor(1, "pyddl-merge")
         self._writer = ThreadPoolExecutor(1, "pyddl-checkpoint")
+        self._refresher = ThreadPoolExecutor(1, "pyddl-lock")  # a long write must not let the lock go stale
         self._trace = BackgroundTrace(folder / "events.jsonl" if folder else None, fields={"role": "syncer"})
         now = time.monotonic()
         self.learners = {m: _Learner(port, watch, now, moved_s=now) for m, (port, watch) in sorted(ports.items())}
@@ -196,6 +198,7 @@ class Syncer:
         self._merges: dict[int, Future[StepResult]] = {}
         self._verifications: list[tuple[_Learner, int, Future[Contribution]]] = []
         self._checkpoint: Future[Path] | None = None
+        self._last_checkpoint: Future[Path] | None = None  # that of the run's end
         self._unreported: list[Future[Path]] = []
         self._checkpoint_step: int | None = None  # learners save their state beside it
         self._beats = 0
@@ -215,8 +218,8 @@ class Syncer:
 
     @property
     def ended_well(self) -> bool:
-        """Whether the run came to its end, and did not just run out of learners."""
-        return self.protocol.step > 0 and not self.outcome.startswith("no learner is left")
+        """Whether the run came to its end, did not just run out of learners, and its model is on disk if asked for."""
+        return self.protocol.step > 0 and not self.outcome.startswith("no learner is left") and not self.unsaved
 
     def request_stop(self, reason: str) -> None:
         """End the run in good order; safe to call from a signal handler."""
@@ -399,7 +402,7 @@ class Syncer:
                 self._refresh = None  # another host has taken the folder over
                 self.request_stop(str(error))
             else:
-                self._refreshed = self._writer.submit(self._refresh)
+                self._refreshed = self._refresher.submit(self._refresh)
         self._trace.write("Sample", step=self.protocol.step, learners=learners)
         status = self.protocol.status()
         if status != self._status:
@@ -513,6 +516,8 @@ class Syncer:
             self._checkpoint,
             self._writer.submit(write_checkpoint, self._folder, checkpoint, keep=keep),
         )
+        if self.protocol.phase == "finished":
+            self._last_checkpoint = self._checkpoint
         if before is not None:  # the last one of a run waits for the one that is being written
             self._unreported.append(before)
 
@@ -527,7 +532,11 @@ class Syncer:
                 self._trace.write("CheckpointWritten", path=future.result().name)
             except CheckpointError as error:
                 self._trace.write("CheckpointFailed", reason=str(error))
-                self._view.say(f"warning: {error}; training goes on")
+                if future is self._last_checkpoint:
+                    self.unsaved = f"the end of the run is not on disk: {error}"
+                    self._view.say(f"warning: {self.unsaved}")
+                else:
+                    self._view.say(f"warning: {error}; training goes on")
 
     _actions: ClassVar[dict[type[ev.Action], Callable[[Syncer, Any], None]]] = {
         ev.OpenRound: _open,
@@ -566,10 +575,10 @@ class Syncer:
             self._report_checkpoint()
             if self._is_saving and time.monotonic() > overdue:
                 self._give_up_checkpoint()
-        for pool in (self._merger, self._writer):
+        for pool in (self._merger, self._writer, self._refresher):
             pool.shutdown(wait=False)
         self._trace.write("Result", **self.result())
-        where = f"; the model is in {self._folder}" if self._folder else ""
+        where = f"; the model is in {self._folder}" if self._folder and not self.unsaved else ""
         why = self.protocol.stop_reason or self.outcome
         self._view.say(
             f"the run has ended at step {self.protocol.step} ({why}), {self.protocol.num_merges} merges{where}"
@@ -579,9 +588,10 @@ class Syncer:
 
     @property
     def _is_saving(self) -> bool:
-        return (self._checkpoint is not None or bool(self._unreported)) and not self.unsaved
+        return (self._checkpoint is not None or bool(self._unreported)) and not self.hangs
 
     def _give_up_checkpoint(self) -> None:
+        self.hangs = True
         self.unsaved = (
             f"the last checkpoint must be written within {self.config.timeouts.save_s:.0f} s (timeouts.save_s) and was "
             f"not; the file system of {self._folder} may hang; the newest whole checkpoint there is an earlier one"
@@ -614,4 +624,5 @@ class Syncer:
             "num_lost": self.num_lost,
             "merged_by_learner": {m: r.num_merged for m, r in p.learners.items()},
             "seconds": time.monotonic() - self.started_s,
+            "unsaved": self.unsaved,
         }

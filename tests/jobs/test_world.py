@@ -482,13 +482,33 @@ def test_world_full_disk_training_goes_on_with_a_warning(start_job: StartJob, tm
     run.assert_ended_in_order(result, run.members)
 
 
-def test_world_disk_that_hangs_at_the_end_is_given_up_and_nobody_is_left(start_job: StartJob, tmp_path):
-    run = Run(start_job, tmp_path, 2, [FAR, "sync.interval=6", "0:test.fault=hung_disk", "timeouts.save_s=2"])
+def test_world_disk_full_at_the_end_is_said_and_no_success(start_job: StartJob, tmp_path):
+    run = Run(start_job, tmp_path, 2, [FAR, "sync.interval=6"])
     run.wait_until_attached()
     run.wait_for_merges(2)
+    resource.prlimit(run.job.pids_of_rank(0)[0], resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
     result = run.stop()
     assert result.returncode != 0, str(result)
-    assert result.stderr.count("the last checkpoint must be written within 2 s (timeouts.save_s) and was not") == 1
+    assert "the end of the run is not on disk" in result.stderr, str(result)
+    assert "the model is in" not in result.stderr
+    assert "training goes on" not in result.stderr
+    for m, g in run.members:
+        assert f"learner {m}-{g} done" in result.stdout, str(result)
+
+
+def test_world_disk_that_hangs_at_the_end_is_given_up_and_nobody_is_left(start_job: StartJob, tmp_path):
+    run = Run(start_job, tmp_path, 2, [FAR, "sync.interval=6", "0:test.fault=hung_disk", "timeouts.save_s=5"])
+    run.wait_until_attached()
+    run.wait_for_merges(2)
+    run.job.kill_rank(0, signal.SIGTERM)
+    run.wait_for(lambda: run.events("Finish"), "the end")
+    touched_s = (tmp_path / "run" / "run.lock").stat().st_mtime
+    run.wait_for(
+        lambda: (tmp_path / "run" / "run.lock").stat().st_mtime > touched_s + 1.0, "a lock that is kept fresh meanwhile"
+    )
+    result = run.end()
+    assert result.returncode != 0, str(result)
+    assert result.stderr.count("the last checkpoint must be written within 5 s (timeouts.save_s) and was not") == 1
     for m, g in run.members:
         assert f"learner {m}-{g} done" in result.stdout, str(result)
         assert (tmp_path / "run" / f"learner-{m}.h5").exists(), "a learner's own disk did not hang"

@@ -47,9 +47,10 @@ def probe(window: object, probe: SyncerProbe, up: int) -> int:
     found: list[int] = []
     learner = threading.Thread(target=lambda: found.append(probe_as_learner(window, up, 0)), daemon=True)
     learner.start()
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 60
     while learner.is_alive() and time.monotonic() < deadline_s:
         probe.turn()
+        time.sleep(0.0002)  # else the learner's thread waits for the interpreter's lock
     probe.end()
     assert found, "the learner's side must come to its end"
     return found[0] + probe.torn

@@ -244,12 +244,6 @@ def test_checkpoint_trained_on_other_frozen_tensors_is_refused_by_name(tmp_path:
         _find_checkpoint(config, tmp_path, with_frozen(), {**frozen, "head": 8})
 
 
-def test_checkpoint_of_a_version_without_checksums_of_frozen_tensors_is_taken(tmp_path: Path):
-    config = load_config(None, [f"run.dir={tmp_path}", "run.resume=true"])[0]
-    write_run(tmp_path, with_frozen(), config, {"reason": "the run has ended"})
-    assert _find_checkpoint(config, tmp_path, with_frozen(), {"base": 1, "head": 2})[0].step == 5
-
-
 def test_checkpoint_is_not_looked_for_unless_asked(tmp_path: Path):
     config = load_config(None, [f"run.dir={tmp_path}"])[0]
     assert _find_checkpoint(config, tmp_path, layout(), {}) == (None, [])
