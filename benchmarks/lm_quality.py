@@ -40,6 +40,8 @@ class Row:
     learners: int
     ranks: int
     settings: tuple[str, ...] = ()
+    lockstep_share: float = 0.0  # of the steps
+    tokens_share: float = 1.0  # of what the other rows train on
     disturb: Callable[[int], Callable[[Tape], None]] | None = None  # made from the run's number of tokens
 
 
@@ -50,12 +52,13 @@ def rows(victim: int = LEARNERS - 2) -> list[Row]:
     return [
         Row("data parallel", 1, LEARNERS, identity),
         Row("one learner alone", 1, 1, identity),
+        Row("one learner alone, a quarter of the tokens", 1, 1, identity, tokens_share=1 / LEARNERS),
         Row("DiLoCo, K = M, no overlap", LEARNERS, 1, (f"sync.interval={FIXED}", *lockstep)),
         Row("decoupled, H = 24 fixed", LEARNERS, 1, (f"sync.interval={FIXED}",)),
         Row("decoupled", LEARNERS, 1),
         Row("decoupled, one at half speed", LEARNERS, 1, disturb=lambda _tokens: HalfSpeed(victim)),
         Row("decoupled, one killed half-way", LEARNERS, 1, disturb=lambda tokens: Kill(victim, tokens // 2)),
-        Row("decoupled after a lock-step start (25 %)", LEARNERS, 1, ("LOCKSTEP=0.25",)),
+        Row("decoupled after a lock-step start (25 %)", LEARNERS, 1, lockstep_share=0.25),
     ]
 
 
@@ -69,6 +72,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
     parser.add_argument("settings", nargs="*", metavar="section.key=value")
     arguments = parser.parse_args()
+    if arguments.seeds < 1 or arguments.steps < 100:
+        parser.error("--seeds must be at least 1 and --steps at least 100 (--curve takes a quarter of them)")
     try:
         steps: int = arguments.steps
         chosen = [r for r in rows() if not arguments.only or r.name == "data parallel" or arguments.only in r.name]
@@ -111,17 +116,15 @@ def measure(row: Row, steps: int, num_seeds: int, settings: list[str]) -> dict[s
 
 def train(row: Row, steps: int, seed: int, settings: list[str]) -> dict[str, Any]:
     """One run, evaluated on the syncer's global model."""
-    words = [w for w in [*settings, *row.settings] if not w.startswith("LOCKSTEP=")]
-    words.append(f"run.seed={seed}")
+    words = [*settings, *row.settings, f"run.seed={seed}"]
+    if row.lockstep_share:
+        words.append(f"sync.lockstep_steps={int(row.lockstep_share * steps)}")
     sections = {"lm": lm.LMConfig}
     task: lm.LMConfig = load_config(None, ["run.max_tokens=1", *words], sections=sections, defaults=lm.RECOMMENDED)[1][
         "lm"
     ]
-    tokens = steps * LEARNERS * task.batch_size * task.model.context
+    tokens = int(row.tokens_share * steps * LEARNERS * task.batch_size * task.model.context)
     words += [f"run.learners={row.learners}", f"run.ranks={row.ranks}", f"run.max_tokens={tokens}"]
-    for word in row.settings:
-        if word.startswith("LOCKSTEP="):
-            words.append(f"sync.lockstep_steps={int(float(word.partition('=')[2]) * steps)}")
     with tempfile.TemporaryDirectory(prefix="pyddl-quality-") as scratch:
         folder = Path(scratch) / "run"
         disturb = row.disturb(tokens) if row.disturb else None

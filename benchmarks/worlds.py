@@ -5,11 +5,13 @@ Here: starting a world, reading its tape while it runs, finding a learner's proc
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -72,9 +74,9 @@ def run_world(
     command = [mpiexec, "-n", str(num_ranks), str(binaries / "pyddl"), "train", *words, f"run.dir={folder}"]
     if not quiet:
         print("$", " ".join(command), file=sys.stderr, flush=True)
-    output = subprocess.PIPE if quiet else None
+    log = tempfile.TemporaryFile() if quiet else None
     world = subprocess.Popen(
-        command, env=dict(os.environ, OMP_NUM_THREADS="1"), stdout=output, stderr=subprocess.STDOUT if quiet else None
+        command, env=dict(os.environ, OMP_NUM_THREADS="1"), stdout=log, stderr=subprocess.STDOUT if quiet else None
     )
     tape = Tape(folder)
     try:
@@ -87,7 +89,11 @@ def run_world(
         world.send_signal(signal.SIGTERM)
         world.wait(60)
         raise
-    said = world.stdout.read().decode(errors="replace") if world.stdout else ""
+    said = ""
+    if log is not None:
+        log.seek(0)
+        said = log.read().decode(errors="replace")
+        log.close()
     events = list(read_trace(folder / "events.jsonl")) if (folder / "events.jsonl").exists() else []
     if not any(e["kind"] == "Result" for e in events):
         raise SystemExit(f"{said}\nthe run did not come to its end; see its output above: {' '.join(command)}")
@@ -112,8 +118,9 @@ class Kill:
         pid = tape.pids.get(self.learner_id)
         if not self.done and pid is not None and tape.tokens >= self.after_tokens:
             print(f"SIGKILL to learner {self.learner_id} (pid {pid})", file=sys.stderr, flush=True)
-            os.kill(pid, signal.SIGKILL)
             self.done = True
+            with contextlib.suppress(ProcessLookupError):  # the run has ended before
+                os.kill(pid, signal.SIGKILL)
 
 
 class HalfSpeed:

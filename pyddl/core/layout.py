@@ -2,7 +2,7 @@
 
 Here: the description of tensors, the three ways of cutting them into fragments, the fingerprint by which
 learners and syncer know that they speak of the same model, and the cut of a fragment among a learner's ranks.
-Not here: tensors themselves (run/learner.py copies them in and out), their bytes on the wire
+Not here: tensors themselves (run/replica.py copies them in and out), their bytes on the wire
 (link/mailbox.py) and the merge (kernels.py, state.py). Standard library and numpy only.
 
 Every learner computes its layout by itself, so nothing here may depend on hashing, on time or on the machine:

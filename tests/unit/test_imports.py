@@ -23,7 +23,9 @@ ROOMS = {
     "core": {"pyddl.errors", "pyddl.config"},
     "link": {"pyddl.errors", "pyddl.config", "pyddl.core.layout", "pyddl.core.kernels"},
     "store": {"pyddl.errors", "pyddl.config", "pyddl.core."},
-    "sim": {"pyddl.errors", "pyddl.config", "pyddl.core.", "pyddl.store."},
+    "tasks": {"pyddl", "pyddl.errors", "pyddl.config", "pyddl.commands", "pyddl.store.export"},
+    "view": {"pyddl", "pyddl.errors", "pyddl.config", "pyddl.core.", "pyddl.run.", "pyddl.store.", "pyddl.link."},
+    "commands": {"pyddl.errors", "pyddl.config", "pyddl.run.guard", "pyddl.run.launcher"},
 }
 # top-level package -> the modules (or rooms, with a final ".") that may import it
 OWNERS = {
