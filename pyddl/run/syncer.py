@@ -25,7 +25,7 @@ from ..core.kernels import OuterStep
 from ..core.layout import Layout
 from ..core.protocol import Protocol, ProtocolConfig
 from ..core.state import GlobalState, Input, StepResult
-from ..errors import CheckpointError, TransportError
+from ..errors import TransportError
 from ..link.mailbox import (
     CLOSING,
     DRAINING,
@@ -39,8 +39,9 @@ from ..link.mailbox import (
 )
 from ..link.port import Contribution, LearnerPort, Published, Reading
 from ..store.background import BackgroundTrace
-from ..store.checkpoint import Checkpoint, FragmentState, write_checkpoint
+from ..store.checkpoint import Checkpoint, FragmentState
 from .processes import DeathWatch
+from .saving import Saver
 
 __all__ = ["Syncer", "View", "new_global_state", "protocol_config"]
 
@@ -174,8 +175,6 @@ class Syncer:
         self.num_in_last_merge = 0
         self.started_s = time.monotonic()
         self.outcome = ""
-        self.unsaved = ""  # why the last checkpoint is not on disk
-        self.hangs = False  # the thread that writes it may never end
         self._view = view
         self._folder = folder
         self._set_busy = set_busy
@@ -184,7 +183,6 @@ class Syncer:
         self._refreshed: Future[object] | None = None
         self._copier = executor
         self._merger = ThreadPoolExecutor(1, "pyddl-merge")
-        self._writer = ThreadPoolExecutor(1, "pyddl-checkpoint")
         self._refresher = ThreadPoolExecutor(1, "pyddl-lock")  # a long write must not let the lock go stale
         self._trace = BackgroundTrace(folder / "events.jsonl" if folder else None, fields={"role": "syncer"})
         now = time.monotonic()
@@ -197,9 +195,7 @@ class Syncer:
         self._steps = {p: protocol.step for p in range(len(layout.fragments))}
         self._merges: dict[int, Future[StepResult]] = {}
         self._verifications: list[tuple[_Learner, int, Future[Contribution]]] = []
-        self._checkpoint: Future[Path] | None = None
-        self._last_checkpoint: Future[Path] | None = None  # that of the run's end
-        self._unreported: list[Future[Path]] = []
+        self._saver = Saver(folder, config.run.keep_checkpoints, self._trace, view.say) if folder else None
         self._checkpoint_step: int | None = None  # learners save their state beside it
         self._beats = 0
         self._next_beat_s = 0.0
@@ -220,6 +216,16 @@ class Syncer:
     def ended_well(self) -> bool:
         """Whether the run came to its end, did not just run out of learners, and its model is on disk if asked for."""
         return self.protocol.step > 0 and not self.outcome.startswith("no learner is left") and not self.unsaved
+
+    @property
+    def unsaved(self) -> str:
+        """Why the run's end is not on disk; empty if it is, or was not asked for."""
+        return "" if self._saver is None else self._saver.unsaved
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a thread that writes may never end."""
+        return self._saver is not None and self._saver.hangs
 
     def request_stop(self, reason: str) -> None:
         """End the run in good order; safe to call from a signal handler."""
@@ -403,6 +409,8 @@ class Syncer:
                 self.request_stop(str(error))
             else:
                 self._refreshed = self._refresher.submit(self._refresh)
+        if self._saver is not None:
+            self._saver.report()
         self._trace.write("Sample", step=self.protocol.step, learners=learners)
         status = self.protocol.status()
         if status != self._status:
@@ -491,52 +499,20 @@ class Syncer:
     def _finish(self, a: ev.Finish) -> None:
         self.outcome = a.reason
 
-    def _write_checkpoint(self, a: ev.Checkpoint) -> None:
+    def _save(self, a: ev.Checkpoint) -> None:
         """Start to write the present state beside the work; a failure is a warning, never the end of training."""
-        if self._folder is None:
+        if self._saver is None:
             return
-        if self._checkpoint is not None and not self._checkpoint.done() and self.protocol.phase != "finished":
-            self._view.say("the last checkpoint is still being written; this one is left out")
-            return
-        if self.protocol.phase != "finished":
-            self._report_checkpoint()
-        versions = self.state.versions()
         checkpoint = Checkpoint(
             step=a.step,
             layout=self.layout,
-            fragments=tuple(FragmentState(v.version, v.theta, v.momentum, v.counters) for v in versions),
+            fragments=tuple(FragmentState(v.version, v.theta, v.momentum, v.counters) for v in self.state.versions()),
             protocol=self.protocol.snapshot(),
             config_toml=to_toml({f.name: getattr(self.config, f.name) for f in dataclasses.fields(Config)}),
             meta={"reason": a.reason, "frozen": self._frozen},
         )
-        keep = self.config.run.keep_checkpoints
-        if self.protocol.phase == "running":
+        if self._saver.save(checkpoint, last=self.protocol.phase == "finished") and self.protocol.phase == "running":
             self._checkpoint_step = a.step
-        before, self._checkpoint = (
-            self._checkpoint,
-            self._writer.submit(write_checkpoint, self._folder, checkpoint, keep=keep),
-        )
-        if self.protocol.phase == "finished":
-            self._last_checkpoint = self._checkpoint
-        if before is not None:  # the last one of a run waits for the one that is being written
-            self._unreported.append(before)
-
-    def _report_checkpoint(self) -> None:
-        """Note how the checkpoints that are written by now have ended."""
-        if self._checkpoint is not None and self._checkpoint.done():
-            self._unreported.append(self._checkpoint)
-            self._checkpoint = None
-        for future in [f for f in self._unreported if f.done()]:
-            self._unreported.remove(future)
-            try:
-                self._trace.write("CheckpointWritten", path=future.result().name)
-            except CheckpointError as error:
-                self._trace.write("CheckpointFailed", reason=str(error))
-                if future is self._last_checkpoint:
-                    self.unsaved = f"the end of the run is not on disk: {error}"
-                    self._view.say(f"warning: {self.unsaved}")
-                else:
-                    self._view.say(f"warning: {error}; training goes on")
 
     _actions: ClassVar[dict[type[ev.Action], Callable[[Syncer, Any], None]]] = {
         ev.OpenRound: _open,
@@ -545,7 +521,7 @@ class Syncer:
         ev.Publish: _publish,
         ev.Reject: _reject,
         ev.StopAt: _stop_at,
-        ev.Checkpoint: _write_checkpoint,
+        ev.Checkpoint: _save,
         ev.Finish: _finish,
     }
 
@@ -570,12 +546,16 @@ class Syncer:
         # Their last word has arrived, and they do not know it yet: the answer to one more read of the board tells them.
         deadline = time.monotonic() + _LINGER_S
         overdue = time.monotonic() + self.config.timeouts.save_s
-        while self._is_saving or time.monotonic() < deadline:
+        saver = self._saver
+        while (saver is not None and saver.is_writing) or time.monotonic() < deadline:
             self._settle()
-            self._report_checkpoint()
-            if self._is_saving and time.monotonic() > overdue:
-                self._give_up_checkpoint()
-        for pool in (self._merger, self._writer, self._refresher):
+            if saver is not None:
+                saver.report()
+                if saver.is_writing and time.monotonic() > overdue:
+                    saver.give_up(self.config.timeouts.save_s)
+        if saver is not None:
+            saver.close()
+        for pool in (self._merger, self._refresher):
             pool.shutdown(wait=False)
         self._trace.write("Result", **self.result())
         where = f"; the model is in {self._folder}" if self._folder and not self.unsaved else ""
@@ -585,19 +565,6 @@ class Syncer:
         )
         self._trace.close()
         self._view.close()
-
-    @property
-    def _is_saving(self) -> bool:
-        return (self._checkpoint is not None or bool(self._unreported)) and not self.hangs
-
-    def _give_up_checkpoint(self) -> None:
-        self.hangs = True
-        self.unsaved = (
-            f"the last checkpoint must be written within {self.config.timeouts.save_s:.0f} s (timeouts.save_s) and was "
-            f"not; the file system of {self._folder} may hang; the newest whole checkpoint there is an earlier one"
-        )
-        self._trace.write("CheckpointFailed", reason=self.unsaved)
-        self._view.say(f"warning: {self.unsaved}")
 
     def _settle(self) -> None:
         now = time.monotonic()

@@ -115,9 +115,9 @@ def main() -> None:
     sections, own = read_words(sys.argv[2:])
     sections.setdefault("run", {}).setdefault("dir", str(folder / "run"))
     if own["fault"] == "hung_disk":
-        from pyddl.run import syncer
+        from pyddl.run import saving
 
-        syncer.write_checkpoint = lambda *_args, **_kwargs: time.sleep(3600)
+        saving.write_checkpoint = lambda *_args, **_kwargs: time.sleep(3600)
     session = pyddl.init(**sections)
 
     import numpy as np
