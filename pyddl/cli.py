@@ -128,8 +128,8 @@ def _info(arguments: argparse.Namespace) -> int:
     config, _ = load_config(None, arguments.settings)
     info.show_versions()
     if arguments.parameters is not None:
-        if not arguments.parameters >= 1:
-            raise ConfigError(f"--parameters must be at least 1; got {arguments.parameters}")
+        if not 1 <= arguments.parameters <= 1e15:
+            raise ConfigError(f"--parameters must be at least 1 and at most 1e15; got {arguments.parameters}")
         if arguments.learners < 1 or not arguments.step_s > 0:
             raise ConfigError("--learners must be at least 1 and --step-s positive")
         info.show_plan(config, int(arguments.parameters), arguments.learners, arguments.step_s)

@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 
+_LONGEST_S = 1e7  # of a timeout, some months: what threads and timers can still count
 _SECTIONS_OF_TASKS = {"lm": "pyddl train"}  # what pyddl itself writes into files: no misspelt words
 
 
@@ -177,7 +178,7 @@ class OuterConfig:
 
 @dataclass(frozen=True)
 class TimeoutConfig:
-    """Deadlines, all in seconds, all > 0. No wait in pyddl is without one.
+    """Deadlines, all in seconds, above 0 and up to 1e7. No wait in pyddl is without one.
 
     Attributes:
         setup_s: from start until every rank has attached.
@@ -200,7 +201,8 @@ class TimeoutConfig:
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
-            require(math.isfinite(value) and value > 0, f"timeouts.{item.name}", "positive and finite", value)
+            wanted = f"positive and at most {_LONGEST_S:.0e} s"
+            require(0 < value <= _LONGEST_S, f"timeouts.{item.name}", wanted, value)
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,8 @@ HEADER_BYTES = 128
 ANNOUNCED, DECLINED = 1, 2
 MERGED, NOT_MERGED = 1, 2
 TRAINING, CLOSING, LEFT = 1, 2, 3
-RUNNING, DRAINING, FINISHED, FINISHED_AFTER_LOSS = 0, 1, 2, 3
+# The last: as after a loss, and this learner has not taken all that was published.
+RUNNING, DRAINING, FINISHED, FINISHED_AFTER_LOSS, FINISHED_WITHOUT = 0, 1, 2, 3, 4
 DOWN_WORDS = 7  # heartbeat, clock, stop, phase, tokens, limit, checkpoint
 UP_WORDS = 4  # state, steps (t_m 32 | inner steps made 32), tokens, loss
 STATE, STEPS, TOKENS, LOSS = range(UP_WORDS)

@@ -122,8 +122,8 @@ class Exchange:
         num_ranks: G.
 
     Attributes:
-        copies_later: snapshots may be copied beside the next step: :meth:`finish_copies` is called before each change
-            of the parameters.
+        copies_later: snapshots are copied beside the next step. So from the first :meth:`before_change` on, which shows
+            that it is called before each change of the parameters, until something else is seen to change them.
     """
 
     def __init__(self, link: Link, replica: Replica, receipts: Trace, *, receipt: str, num_ranks: int) -> None:
@@ -135,6 +135,7 @@ class Exchange:
         self._rank = link.group.rank
         self._num_ranks = num_ranks
         self.copies_later = False
+        self._was_overtaken = False
         self._copies: list[CopyOut] = []
         self._wants_tokens: list[Callable[[int], None]] = []
         self._pushed: dict[int, _Held] = {}  # slots that hold a push of unknown outcome, and of which fragment
@@ -151,11 +152,15 @@ class Exchange:
             fill(total)
         self._wants_tokens.clear()
 
-    def finish_copies(self) -> None:
+    def before_change(self) -> None:
         """The parameters are about to change: see to it that the snapshots are whole. Training thread."""
+        self._finish_copies()
+        self.copies_later = not self._was_overtaken
+
+    def _finish_copies(self) -> None:
         for copy in self._copies:
-            if self.copies_later and copy.is_overtaken():
-                self.copies_later = False
+            if not self._was_overtaken and copy.is_overtaken():
+                self._was_overtaken, self.copies_later = True, False
                 log.warning(
                     "parameters must not change between learner.step() and the optimizer's next step(); they did, so "
                     "that a contribution may mix values from before and after: set sync.overlap_snapshots=false; "
@@ -311,11 +316,11 @@ class Exchange:
 
         Returns: whether there was anything.
         """
+        self._finish_copies()  # the optimizer's step may have been left out, as a GradScaler does
         link = self._link
         arrivals = link.courier.arrivals(upto_sequence)
         if not arrivals:
             return False
-        self.finish_copies()  # at the end there are boundaries without a step between them
         newest = {a.fragment: a for a in arrivals}
         superseded = [a for a in arrivals if newest[a.fragment] is not a]
         # As many as may be in flight at once, else receipts fall behind the rounds that H asks for.
@@ -373,6 +378,6 @@ class Exchange:
 
     def adopt_global(self) -> None:
         """At the end: the model becomes what was received last of each fragment, whatever was learnt since."""
-        self.finish_copies()
+        self._finish_copies()
         for p, held in enumerate(self.fragments):
             self._replica.copy_in(p, held.anchor)

@@ -28,6 +28,7 @@ from ..link.mailbox import (
     CLOSING,
     FINISHED,
     FINISHED_AFTER_LOSS,
+    FINISHED_WITHOUT,
     LEFT,
     RUNNING,
     TRAINING,
@@ -127,8 +128,10 @@ class Learner:
         if not all(id(p) in known for p in self.model.parameters() if p.requires_grad):
             log.info("%s: not all parameters are the attached optimizer's: snapshots are copied at once", self._who)
             return
-        exchange.copies_later = True
-        self._hook = self.optimizer.register_step_pre_hook(lambda *_: exchange.finish_copies())
+        try:
+            self._hook = self.optimizer.register_step_pre_hook(lambda *_: exchange.before_change())
+        except AttributeError:  # a wrapper that is an Optimizer by name only
+            log.info("%s: the optimizer has no hooks: snapshots are copied at once", self._who)
 
     # ------------------------------------------------------------------------------------------ the user's loop
 
@@ -425,7 +428,7 @@ class Learner:
             self._meet_boundary(0)
             phase = RUNNING if self._board is None else self._board.phase
             now = time.monotonic()
-            if phase in (FINISHED, FINISHED_AFTER_LOSS):
+            if phase in (FINISHED, FINISHED_AFTER_LOSS, FINISHED_WITHOUT):
                 extra -= 1
             elif phase != RUNNING and deadline is None:
                 deadline = now + drain_s
@@ -439,6 +442,12 @@ class Learner:
                 self._give_up_on_syncer()
             time.sleep(0.001)
         assert self._exchange is not None
+        if self._board is not None and self._board.phase == FINISHED_WITHOUT:
+            log.warning(
+                "%s: it did not answer when the run ended and has missed the last fragments: its model is not the "
+                "final one, which is in the run's newest checkpoint",
+                self._who,
+            )
         if self._board is not None:
             here = self._boundary()
             while self._exchange.receive(self._common_sequence, here):

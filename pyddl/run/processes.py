@@ -48,6 +48,10 @@ class DeathWatch:
                 self._ranks[fd] = rank
                 self._poller.register(fd, select.POLLIN)
 
+    def all_ended(self) -> bool:
+        """Whether all of those that are seen from here have ended, and there are such."""
+        return bool(self._ranks) and len(self._poller.poll(0)) == len(self._ranks)
+
     def ended(self) -> str | None:
         """A sentence about the first process that has ended, or None."""
         if self._ranks:

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 from torch.autograd.graph import increment_version
+from torch.nn.parameter import is_lazy
 
 from ..core.kernels import checksum
 from ..core.layout import Layout, Segment, TensorSpec
@@ -52,6 +53,11 @@ def tensor_specs(model: nn.Module) -> list[TensorSpec]:
     """
     order: dict[int, list[tuple[str, torch.Tensor, str]]] = {}
     for name, tensor, role in _named_tensors(model):
+        if is_lazy(tensor):
+            raise ConfigError(
+                f"the model must have all of its parameters; {name} of a lazy module has no shape yet: run one forward "
+                "pass before session.attach()"
+            )
         if tensor.device.type != "cpu":
             raise ConfigError(
                 f"the model must be on the CPU; {name} is on {tensor.device}: learners on CUDA devices are not built "

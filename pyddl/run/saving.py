@@ -82,7 +82,7 @@ class Saver:
         self.hangs = True
         self.unsaved = (
             f"the last checkpoint must be written within {limit_s:.0f} s (timeouts.save_s) and was not; the file "
-            f"system of {self._folder} may hang; the newest whole checkpoint there is an earlier one"
+            f"system of {self._folder} may hang; a whole checkpoint there, if any, is an earlier one"
         )
         self._trace.write("CheckpointFailed", reason=self.unsaved)
         self._say(f"warning: {self.unsaved}")

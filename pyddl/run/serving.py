@@ -210,6 +210,9 @@ def _serve(config: Config | None, world: World, task_toml: str) -> int:
                 for pair in world.pairs:
                     pair.close()
     if syncer.hangs:  # a thread that may never end, and a file system that answers nobody: no lock is released
+        end_s = time.monotonic() + LEAVE_S  # without guards our end would be that of learners that still save
+        while not syncer.learners_have_ended() and time.monotonic() < end_s:
+            time.sleep(0.1)
         world.lost = True
         return 1
     if lock is not None:
@@ -306,8 +309,9 @@ def _open_folder(config: Config) -> tuple[Path | None, Any]:
     folder = Path(config.run.dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"run.dir must be a folder that can be made; {folder}: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # the latter for a name that no file can have
+        cause = getattr(error, "strerror", None) or error
+        raise ConfigError(f"run.dir must be a folder that can be made; {str(folder)!r}: {cause}") from None
     lock = RunLock(folder)
     lock.acquire()
     if not config.run.resume and list_checkpoints(folder):
@@ -349,7 +353,7 @@ def _find_checkpoint(
     Raises:
         LayoutMismatch: if it is of another model than ``layout`` and ``frozen`` (checksums by name) tell of.
     """
-    from ..store.checkpoint import newest_good_checkpoint
+    from ..store.checkpoint import newest_good_checkpoint, set_aside_after
 
     if not config.run.resume or folder is None:
         return None, []
@@ -360,6 +364,7 @@ def _find_checkpoint(
         )
     if change := frozen_change(checkpoint.meta.get("frozen", {}), frozen, str(path)):
         raise LayoutMismatch(change)
+    set_aside_after(path)
     return checkpoint, [*bad, f"resuming at step {checkpoint.step} from {path.name}"]
 
 

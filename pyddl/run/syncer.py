@@ -31,6 +31,7 @@ from ..link.mailbox import (
     DRAINING,
     FINISHED,
     FINISHED_AFTER_LOSS,
+    FINISHED_WITHOUT,
     LEFT,
     MERGED,
     NOT_MERGED,
@@ -227,6 +228,10 @@ class Syncer:
         """Whether a thread that writes may never end."""
         return self._saver is not None and self._saver.hangs
 
+    def learners_have_ended(self) -> bool:
+        """Whether all processes of all learners are seen to have ended; never of those on other hosts."""
+        return all(x.watch.all_ended() for x in self.learners.values())
+
     def request_stop(self, reason: str) -> None:
         """End the run in good order; safe to call from a signal handler."""
         self._stop = reason
@@ -384,11 +389,12 @@ class Syncer:
             phase = FINISHED_AFTER_LOSS if self.after_loss else FINISHED
         tokens = self.protocol.processed_tokens
         for learner in self._present():
+            missed = self._leaving and self.after_loss and not learner.port.downlink.idle
             learner.port.write_board(
                 heartbeat=self._beats,
                 step=self.protocol.step,
                 stop_step=self.protocol.stop_step,
-                phase=phase,
+                phase=FINISHED_WITHOUT if missed else phase,
                 tokens=tokens,
                 limit_step=self.protocol.limit_step(),
                 checkpoint_step=self._checkpoint_step,

@@ -39,6 +39,7 @@ __all__ = [
     "newest_good_checkpoint",
     "read_checkpoint",
     "read_learner_state",
+    "set_aside_after",
     "write_checkpoint",
     "write_learner_state",
 ]
@@ -188,7 +189,7 @@ def newest_good_checkpoint(folder: str | Path) -> tuple[Checkpoint, Path, list[s
     """Find the newest checkpoint in ``folder`` that is whole.
 
     Returns:
-        The checkpoint, its path, and a sentence on each newer one that is not good.
+        The checkpoint, its path, and a sentence on each newer one that is not good; see :func:`set_aside_after`.
 
     Raises:
         CheckpointError: if there is none.
@@ -204,6 +205,21 @@ def newest_good_checkpoint(folder: str | Path) -> tuple[Checkpoint, Path, list[s
         f"to go on from {folder}, it must hold a good checkpoint-<step>.h5; found {found}; "
         "name another run, or start anew without resume"
     )
+
+
+def set_aside_after(path: Path) -> None:
+    """Rename the checkpoints that are later than the one from which a run goes on: damaged, or of a course given up.
+
+    Were they counted among those that are kept, they would push good ones out. Not removed: a person may want to look
+    at them.
+    """
+    folder = path.parent
+    for later in list_checkpoints(folder):
+        if later == path:
+            break
+        logger.warning("%s is later than %s, from which the run goes on; it is renamed", later, path.name)
+        with contextlib.suppress(OSError):  # the next one that is written tries again
+            later.rename(later.with_name(f"{later.name}.superseded"))
 
 
 def _checkpoint_datasets(checkpoint: Checkpoint) -> dict[str, NDArray[Any]]:
@@ -235,15 +251,11 @@ def _checkpoint_datasets(checkpoint: Checkpoint) -> dict[str, NDArray[Any]]:
 def _tidy(folder: Path, newest: Path, keep: int) -> None:
     """Keep ``newest`` and the ``keep`` - 1 before it.
 
-    A checkpoint of a later step is one that a resume has passed over: damaged, or of a course of the run that
-    was given up. Were it counted, it would push good ones out; were it left, the next resume would meet it
-    again. It gets another name and is not removed, since a person may want to look at it.
+    A checkpoint of a later step is one that a resume has passed over: were it left, the next would meet it again.
     """
+    set_aside_after(newest)
     names = list_checkpoints(folder)
     position = names.index(newest)
-    for path in names[:position]:
-        logger.warning("%s is later than %s, which was just written; it is renamed", path, newest.name)
-        path.rename(path.with_name(f"{path.name}.superseded"))
     for path in names[position + keep :]:
         path.unlink()
     sync_folder(folder)

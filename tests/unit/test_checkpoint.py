@@ -27,6 +27,7 @@ from pyddl.store.checkpoint import (
     newest_good_checkpoint,
     read_checkpoint,
     read_learner_state,
+    set_aside_after,
     write_checkpoint,
     write_learner_state,
 )
@@ -159,6 +160,21 @@ def test_write_checkpoint_after_a_bad_later_one_keeps_two_good_ones(
     ]
     assert (tmp_path / "checkpoint-0000000100.h5.superseded").read_bytes() == b"damaged"
     assert "later than" in caplog.text
+
+
+def test_set_aside_after_leaves_room_for_good_ones_when_the_run_has_gone_beyond(tmp_path: Path) -> None:
+    # 100 is damaged, the run resumed from 50 and went on to 120 before it wrote again.
+    write_checkpoint(tmp_path, make_checkpoint(50), keep=2)
+    (tmp_path / "checkpoint-0000000100.h5").write_bytes(b"damaged")
+    _, path, bad = newest_good_checkpoint(tmp_path)
+    assert len(bad) == 1
+    set_aside_after(path)
+    write_checkpoint(tmp_path, make_checkpoint(120), keep=2)
+    assert [path.name for path in list_checkpoints(tmp_path)] == [
+        "checkpoint-0000000120.h5",
+        "checkpoint-0000000050.h5",
+    ]
+    assert (tmp_path / "checkpoint-0000000100.h5.superseded").read_bytes() == b"damaged"
 
 
 def test_write_checkpoint_with_keep_0_is_refused(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_export_missing_run_is_status_2(tmp_path, capsys) -> None:
     assert "none" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("word", ["0", "-3", "nan"])
+@pytest.mark.parametrize("word", ["0", "-3", "nan", "inf", "1e16"])
 def test_info_bad_number_of_parameters_is_status_2(word, capsys) -> None:
     assert main(["info", f"--parameters={word}"]) == 2
     assert "--parameters must be at least 1" in capsys.readouterr().err
@@ -149,7 +149,7 @@ def test_option_may_be_abbreviated_and_a_negative_number_is_no_option(tmp_path, 
     assert main(["train", "--res", str(tmp_path / "none")]) == 2
     assert "must be readable" in capsys.readouterr().err
     assert main(["info", "--parameters", "-3"]) == 2
-    assert "--parameters must be at least 1; got -3" in capsys.readouterr().err
+    assert "--parameters must be at least 1 and at most 1e15; got -3" in capsys.readouterr().err
     assert main(["inspect", "--", "--jsno"]) == 2
     assert "--jsno does not" in capsys.readouterr().err
 

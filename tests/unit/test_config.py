@@ -177,7 +177,7 @@ def test_load_config_word_with_digit_groups_is_a_number() -> None:
         (OuterConfig, "lr", [1e-9, 2.0], [0.0, -1.0, math.nan, math.inf]),
         (OuterConfig, "momentum", [0.0, 0.999], [1.0, -0.1, math.nan]),
         *(
-            (TimeoutConfig, item.name, [0.001, 1e6], [0.0, -1.0, math.nan, math.inf])
+            (TimeoutConfig, item.name, [0.001, 1e6], [0.0, -1.0, math.nan, math.inf, 1e10])
             for item in dataclasses.fields(TimeoutConfig)
         ),
     ],
@@ -273,7 +273,7 @@ def test_to_toml_changed_sections_read_back_equal(tmp_path) -> None:
         run=RunConfig(dir='a "b" \\ c\n\td', learners=4, max_steps=500, max_tokens=1 << 60),
         sync=SyncConfig(quorum=3, interval="1:0%,24:50%", gamma=0.123456789012345678, grace=False, wire="bf16"),
         outer=OuterConfig("nesterov", 1e-30, 0.0),
-        timeouts=TimeoutConfig(heartbeat_s=1e22),
+        timeouts=TimeoutConfig(heartbeat_s=1234.56789012345),
     )
     task = Task("é", 1e-5, 1, False, None, None)
     path = write(tmp_path, to_toml({**sections_of(config), "task": task}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from test_learner import LR, TOKENS, Desk, content
 
 from pyddl.errors import ConfigError
-from pyddl.link.mailbox import FINISHED, MERGED, NOT_MERGED
+from pyddl.link.mailbox import FINISHED, FINISHED_WITHOUT, MERGED, NOT_MERGED
 from pyddl.store.trace import read_trace
 
 
@@ -143,12 +144,14 @@ def test_learner_snapshot_is_of_its_boundary_though_it_is_copied_beside_the_next
     receipt: str, optimizer: Any, overlap: str
 ):
     desk = Desk(f"sync.receipt={receipt}", f"sync.overlap_snapshots={overlap}", optimizer=optimizer)
+    desk.step()
+    assert desk.learner._exchange.copies_later == (optimizer is torch.optim.SGD and overlap == "true")
     r = desk.ask()
     desk.box.turns(8)
     desk.step()  # taken here ...
     desk.step()  # ... and the link thread has not had a turn when the parameters change again
-    assert desk.weight == 8 - 2 * LR
-    assert content(desk.contribution(r)) == (LR, 0, 1, 1, TOKENS)
+    assert desk.weight == 8 - 3 * LR
+    assert content(desk.contribution(r)) == (2 * LR, 0, 2, 2, 2 * TOKENS)
 
 
 def test_learner_snapshot_that_does_not_overlap_survives_any_change_of_the_parameters():
@@ -180,6 +183,50 @@ def test_learner_says_so_once_and_stops_to_overlap_when_something_else_changes_p
     (warning,) = [m for m in caplog.messages if "must not change" in m]
     assert "sync.overlap_snapshots=false" in warning
     assert not desk.learner._exchange.copies_later
+
+
+class Wrapper(torch.optim.Optimizer):
+    """One of torch's by name: it never calls its parent's constructor, so that no hook of it is ever run."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], lr: float) -> None:
+        self._inner = torch.optim.SGD(parameters, lr=lr)
+        self._optimizer_step_pre_hooks = OrderedDict()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._inner.param_groups
+
+    def step(self) -> None:
+        self._inner.step()
+
+
+class Bare(Wrapper):
+    """The same without a place for hooks."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], lr: float) -> None:
+        super().__init__(parameters, lr)
+        del self._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize("optimizer", [Wrapper, Bare])
+def test_learner_whose_optimizer_runs_no_hooks_copies_at_once(optimizer: Any):
+    desk = Desk(optimizer=optimizer)
+    desk.train()
+    r = desk.ask()
+    desk.box.turns(8)
+    desk.step()
+    desk.step()
+    assert content(desk.contribution(r)) == (2 * LR, 0, 2, 2, 2 * TOKENS)
+
+
+def test_learner_that_missed_the_end_says_that_its_model_is_not_the_final_one(caplog: pytest.LogCaptureFixture):
+    desk = Desk()
+    desk.train()
+    desk.box.beat(phase=FINISHED_WITHOUT)
+    desk.box.couriers[0].start()
+    desk.learner.close()
+    assert "its model is not the final one" in caplog.text
+    assert desk.left == [(0, True)], "and leaves MPI as after a loss"
 
 
 def test_learner_whose_optimizer_has_not_all_parameters_copies_at_once(caplog: pytest.LogCaptureFixture):

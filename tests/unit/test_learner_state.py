@@ -333,6 +333,19 @@ def test_save_beside_training_writes_what_was_there_at_the_boundary(tmp_path: Pa
         assert torch.equal(state["momentum_buffer"], was)
 
 
+def test_learner_state_of_an_optimizer_that_has_none_keeps_the_data_and_is_resumed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    shard = Shard(range(9), index=0, count=1, seed=0, endless=True)
+    next(iter(shard))
+    save_learner(tmp_path, learner(object(), shards=[shard]))
+    assert "the learner's optimizer state is not saved" in caplog.text
+    who = learner(OPTIMIZERS["sgd_plain"](list(model().parameters())))
+    load_learner(tmp_path, who)
+    assert "could not be written" in caplog.text
+    assert who.cursors == [{"epoch": 0, "position": 1}]
+
+
 class HungDisk:
     """In the place of the write to a file system that has stopped to answer, until it is told to go on."""
 
