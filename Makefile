@@ -21,6 +21,8 @@ BUILD_INPUTS := pyproject.toml setup.py CMakeLists.txt $(wildcard csrc/*.cpp csr
 
 # Every run under mpiexec has an outer limit: a hang must end as a failure.
 MPI_SIZES := 1 2 3 4
+UNIT_LIMIT_S := 1200
+SLOW_LIMIT_S := 3600
 MPI_LIMIT_S := 300
 JOBS_LIMIT_S := 1200
 LIMIT := timeout --kill-after=20
@@ -61,7 +63,7 @@ $(OPENMPI_STAMP): constraints.txt $(SETUP_STAMP)
 test: test-unit test-mpi
 
 test-unit: setup
-	$(PY) -m pytest tests/unit
+	$(LIMIT) $(UNIT_LIMIT_S) $(PY) -m pytest tests/unit
 
 test-mpi: setup test-jobs
 	for size in $(MPI_SIZES); do \
@@ -77,7 +79,7 @@ test-jobs: setup setup-openmpi
 
 # The long ones: syncers and learners that stop for ten seconds or more, over shared memory and TCP. About ten minutes.
 test-slow: setup setup-openmpi
-	$(PY) -m pytest -m slow tests/jobs
+	$(LIMIT) $(SLOW_LIMIT_S) $(PY) -m pytest -m slow tests/jobs
 
 lint: setup
 	$(VENV)/bin/ruff check .

@@ -30,13 +30,13 @@ from typing import Any
 import numpy as np
 
 KINDS = ("attached", "detached", "control")
-END = -1
+END = 3
 SLEEP_S = 0.020
 STEPS_PER_BLOCK = 24
 NUM_TENSORS = 24
 BLOCK_LIMIT_S = 60.0
 SETUP_LIMIT_S = 120.0
-TURN, KIND, PIDS, DONE = 0, 1, 8, 64  # words of the board
+TURN, PIDS, DONE = 0, 8, 64  # words of the board; a turn's number and kind are one word, since nobody waits for all
 BOARD_WORDS = 128
 
 
@@ -50,17 +50,16 @@ class Board:
     def wait_for_turn(self, last: int, limit_s: float) -> tuple[int, int]:
         """The next turn after ``last`` and its kind."""
         deadline_s = time.monotonic() + limit_s
-        while (turn := int(self.words[TURN])) == last:
+        while (word := int(self.words[TURN])) >> 2 == last:
             if time.monotonic() > deadline_s:
                 raise SystemExit(f"the parent must give a turn within {limit_s:.0f} s; it did not")
             time.sleep(0.001)
-        return turn, int(self.words[KIND])
+        return word >> 2, word & 3
 
     def give_turn(self, kind: int, indices: list[int], limit_s: float) -> None:
         """Let ``indices`` make a block and wait until they have."""
-        turn = int(self.words[TURN]) + 1
-        self.words[KIND] = kind
-        self.words[TURN] = turn
+        turn = (int(self.words[TURN]) >> 2) + 1
+        self.words[TURN] = turn << 2 | kind
         deadline_s = time.monotonic() + limit_s
         while kind != END and any(self.words[DONE + i] != turn for i in indices):
             if time.monotonic() > deadline_s:

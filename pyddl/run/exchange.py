@@ -63,7 +63,7 @@ class Boundary:
         clock: t_m; raised to the syncer's by what is received.
         tokens: of all ranks; None with G > 1, where they are known one boundary later.
         closing: no further step will be made.
-        in_flight: rounds that may be open at once at this position of the schedule of H.
+        in_flight: gives the rounds that may be open at once at this position of the schedule of H.
         cursor: positions in the data, for the tape.
     """
 
@@ -71,7 +71,7 @@ class Boundary:
     clock: int
     tokens: int | None
     closing: bool
-    in_flight: int
+    in_flight: Callable[[], int]
     cursor: list[int]
 
 
@@ -323,9 +323,9 @@ class Exchange:
             return False
         newest = {a.fragment: a for a in arrivals}
         superseded = [a for a in arrivals if newest[a.fragment] is not a]
-        # As many as may be in flight at once, else receipts fall behind the rounds that H asks for.
-        limit = max(here.in_flight, math.ceil(len(newest) / 4))
-        chosen = sorted(newest.values(), key=lambda a: a.sequence)[:limit]
+        chosen = sorted(newest.values(), key=lambda a: a.sequence)
+        if len(chosen) > 1:  # as many as may be in flight at once, else receipts fall behind the rounds that H asks for
+            chosen = chosen[: max(here.in_flight(), math.ceil(len(newest) / 4))]
         for arrival in superseded:
             link.pool.give(arrival.floats)
         link.courier.taken(superseded + chosen)

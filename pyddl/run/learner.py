@@ -383,20 +383,22 @@ class Learner:
 
     def _boundary(self) -> Boundary:
         tokens = self.tokens if self.num_ranks == 1 else None
-        board, link, sync = self._board, self._link, self._config.sync
-        assert board is not None
-        assert link is not None
-        position = self._interval.position(board.step, board.tokens, self._config.run.max_tokens)
         return Boundary(
             num_steps=self.num_steps,
             clock=self.step_count,
             tokens=tokens,
             closing=self._state == CLOSING,
-            in_flight=rounds_in_flight(
-                sync.in_flight, len(link.layout.fragments), sync.tau_steps, self._interval.at(position)
-            ),
+            in_flight=self._in_flight,
             cursor=[s.position for s in self.shards],
         )
+
+    def _in_flight(self) -> int:
+        """Rounds that may be open at once at the board's position in the schedule of H."""
+        board, link, config = self._board, self._link, self._config
+        assert board is not None
+        assert link is not None
+        interval = self._interval.at(self._interval.position(board.step, board.tokens, config.run.max_tokens))
+        return rounds_in_flight(config.sync.in_flight, len(link.layout.fragments), config.sync.tau_steps, interval)
 
     # -- lock-step, the end, and what goes wrong
 

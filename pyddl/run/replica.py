@@ -146,7 +146,6 @@ class _Place:
             and tensor.dtype is self._dtype
             and tensor.shape == mark.shape
             and tensor.stride() == mark.stride
-            and tensor.is_cpu
         )
 
     def require_frozen(self) -> None:
