@@ -281,7 +281,7 @@ def main() -> None:
     """Parse the command line; play the role that it asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--learners", type=int, default=2, help="M")
+    parser.add_argument("--learners", type=int, default=1, help="M (default 1)")
     parser.add_argument("--rounds", type=int, default=30, help=f"blocks of {STEPS_PER_BLOCK} steps of each kind")
     parser.add_argument("--elements", type=int, default=10_000_000, help="parameters of the model, f32")
     parser.add_argument("--set", action="append", default=[], help="a setting of pyddl, section.key=value")

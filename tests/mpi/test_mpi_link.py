@@ -438,10 +438,11 @@ def test_courier_and_port_carry_contributions_up_and_fragments_down(comm: Any, w
         mine = payload(round_id, m).view(np.uint8)[low:high].copy()
         header = UpHeader(TOKEN, round_id, 0, round_id - 1, 1, 1, 1, 1, num_elements, 3) if group.rank == 0 else None
         counters = np.full(3, round_id, dtype=np.int64)
-        courier.submit(Upload(round_id, line, 0, num_elements, 3, lambda mine=mine: mine, header, counters))
+        part = (header, mine)
+        courier.submit(Upload(round_id, line, 0, num_elements, 3, lambda part=part: part, counters))
         if group.rank == 0:
             courier.announce(line, pack(round_id, 0, ANNOUNCED))
-        courier.boundary_done()
+        courier.boundary_done(0.01)
         until(lambda round_id=round_id: courier.received_sequence == round_id, f"version {round_id}", timeout_s=40)
         (arrival,) = courier.arrivals(round_id)
         wanted = payload(round_id + 50, m)
