@@ -91,7 +91,7 @@ def test_trajectory_when_a_learner_is_killed_is_that_of_the_others(
 
 def test_run_whose_learner_is_stopped_for_good_still_ends_in_order_for_the_others(start_job: StartJob, tmp_path: Path):
     """The end must not wait for who is silent: nobody frees a window together with it, and close() returns."""
-    argv = [*mpich_command(4, survivable=True), sys.executable, PROGRAM, str(tmp_path / "run"), "SIGSTOP", "2", "20"]
+    argv = [*mpich_command(4, survivable=True), sys.executable, PROGRAM, str(tmp_path / "run"), "SIGSTOP", "2", "5"]
     words = ["run.max_steps=60", "sync.interval=4", "timeouts.heartbeat_s=1", "timeouts.drain_s=5"]
     job = start_job([*argv, "-1,3,4", *words, "timeouts.setup_s=1000"])  # no alarm of the set-up helps
     job.wait_for_output('{"learner"', TIMEOUT_S, count=2)
