@@ -210,7 +210,8 @@ def _show_mistakes_once() -> None:
 
 def _require_first_process() -> None:
     """A DataLoader's worker that imports the script again must not start MPI a second time."""
-    if multiprocessing.parent_process() is not None:
+    # A fork server that preloads the script is nobody's child in that sense, and knows it under another name.
+    if multiprocessing.parent_process() is not None or "__mp_main__" in sys.modules:
         raise ConfigError(
             "pyddl.init() must run in the process that the launcher started; this is a worker process that has "
             'imported the script again: put the script\'s body under if __name__ == "__main__":'

@@ -564,7 +564,7 @@ class Syncer:
         for pool in (self._merger, self._refresher):
             pool.shutdown(wait=False)
         self._trace.write("Result", **self.result())
-        where = f"; the model is in {self._folder}" if self._folder and not self.unsaved else ""
+        where = f"; the model is in {self._folder}" if self._folder and self.ended_well else ""
         why = self.protocol.stop_reason or self.outcome
         self._view.say(
             f"the run has ended at step {self.protocol.step} ({why}), {self.protocol.num_merges} merges{where}"

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 from pyddl.run.hello import frozen_change, frozen_difference
 
 
@@ -32,3 +37,31 @@ def test_frozen_change_names_the_first_tensors_the_checkpoint_and_what_to_do():
     assert "; d differ from those of runs/a/checkpoint-5.h5: load the values that the run began with" in sentence
     assert "; a, b, c and 2 more differ" in frozen_change(then, dict.fromkeys(names, 0), "x.h5")
     assert "; b differ" in frozen_change({"a": 1}, {"a": 1, "b": 0}, "x.h5"), "not known of then: not the same"
+
+
+SCRIPT = """
+import torch, pyddl
+from torch.utils.data import DataLoader, TensorDataset
+session = pyddl.init(run={"max_steps": 200})
+model = torch.nn.Linear(4, 2)
+learner = session.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+data = TensorDataset(torch.randn(64, 4), torch.randn(64, 2))
+for x, y in learner.shard(DataLoader(data, batch_size=4, num_workers=1, multiprocessing_context="forkserver")):
+    learner.step(tokens=4)
+"""
+
+
+def test_script_that_its_workers_import_again_is_told_so_and_ends(tmp_path: Path):
+    """The fork server preloads the script, and starting MPI in it once more took the job down or hung it."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_", "PMIX", "SLURM_", "HYD"))}
+    done = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        env={**clean, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode != 0
+    assert 'under if __name__ == "__main__":' in done.stderr
