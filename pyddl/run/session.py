@@ -22,6 +22,7 @@ import signal
 import sys
 import threading
 import time
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -208,10 +209,19 @@ def _show_mistakes_once() -> None:
         sys.excepthook = show
 
 
+def _is_preloaded() -> bool:
+    """Whether a fork server runs the script, which is nobody's child process but calls it by another name."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "__mp_main__":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _require_first_process() -> None:
     """A DataLoader's worker that imports the script again must not start MPI a second time."""
-    # A fork server that preloads the script is nobody's child in that sense, and knows it under another name.
-    if multiprocessing.parent_process() is not None or "__mp_main__" in sys.modules:
+    if multiprocessing.parent_process() is not None or _is_preloaded():
         raise ConfigError(
             "pyddl.init() must run in the process that the launcher started; this is a worker process that has "
             'imported the script again: put the script\'s body under if __name__ == "__main__":'

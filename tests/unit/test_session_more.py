@@ -44,6 +44,7 @@ import torch, pyddl
 from torch.utils.data import DataLoader, TensorDataset
 session = pyddl.init(run={"max_steps": 200})
 model = torch.nn.Linear(4, 2)
+print("the script runs", flush=True)
 learner = session.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
 data = TensorDataset(torch.randn(64, 4), torch.randn(64, 2))
 for x, y in learner.shard(DataLoader(data, batch_size=4, num_workers=1, multiprocessing_context="forkserver")):
@@ -63,5 +64,6 @@ def test_script_that_its_workers_import_again_is_told_so_and_ends(tmp_path: Path
         text=True,
         timeout=120,
     )
+    assert "the script runs" in done.stdout, "in the process that was started it is not refused"
     assert done.returncode != 0
     assert 'under if __name__ == "__main__":' in done.stderr
