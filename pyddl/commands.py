@@ -31,7 +31,9 @@ def exit_status_of(command: Callable[[], int]) -> int:
     try:
         return command()
     except PyddlError as error:
-        _say_once(error)
+        from .run.launcher import say_once
+
+        say_once(error)
         return error.exit_status
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one, of the launcher, must not be heard of at exit
@@ -51,17 +53,6 @@ def _end_beside_mpi() -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(_INTERRUPTED)
-
-
-def _say_once(error: PyddlError) -> None:
-    """Before MPI runs every rank finds the same mistake, and the first shows it; afterwards the one that finds it."""
-    from .run.launcher import detect
-
-    if error.is_told:
-        return
-    world_is_up = "pyddl.link.world" in sys.modules
-    if world_is_up or detect(ancestors=()).rank in (None, 0):
-        sys.stderr.write(f"pyddl: {error}\n")
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -11,13 +11,18 @@ survives the loss of the host that the launcher itself runs on.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .guard import GUARD_VARIABLE
 
-__all__ = ["Launcher", "detect", "expected_tasks"]
+if TYPE_CHECKING:
+    from ..errors import PyddlError
+
+__all__ = ["Launcher", "detect", "expected_tasks", "say_once"]
 
 _MAX_ANCESTORS = 8
 
@@ -182,3 +187,12 @@ def _ancestors() -> Iterator[str]:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
         except (OSError, ValueError, IndexError):
             return
+
+
+def say_once(error: PyddlError) -> None:
+    """Show an error by one rank: before MPI runs all find the same mistake, afterwards only the one that shows it."""
+    if error.is_told:
+        return
+    world_is_up = "pyddl.link.world" in sys.modules
+    if world_is_up or detect(ancestors=()).rank in (None, 0):
+        sys.stderr.write(f"pyddl: {error}\n")

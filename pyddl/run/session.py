@@ -198,7 +198,9 @@ def _show_mistakes_once() -> None:
     previous = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if not isinstance(error, PyddlError):
+        if isinstance(error, PyddlError):
+            launcher.say_once(error)
+        else:
             previous(kind, error, trace)
         elif not error.is_told and (
             "pyddl.link.world" in sys.modules or launcher.detect(ancestors=()).rank in (None, 0)
