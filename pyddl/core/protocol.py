@@ -71,7 +71,6 @@ class Protocol:
     Attributes:
         step: the syncer's clock t.
         processed_tokens: of all learners and incarnations.
-        tokens_before: of them, those that were processed before this syncer was restored.
         stop_step, stop_reason: the clock step at which learners end, or None; and why.
         phase: running, draining or finished.
         rejected: rejections by kind.
@@ -83,7 +82,6 @@ class Protocol:
         self.config = config
         self.step = 0
         self.processed_tokens = 0
-        self.tokens_before = 0
         self.stop_step: int | None = None
         self.stop_reason = ""
         self.phase = "running"
@@ -748,7 +746,6 @@ class Protocol:
         self.xi_quorum_s, self.xi_sync_s = state["xi_quorum_s"], state["xi_sync_s"]
         self.rejected, self.ignored = Counter(state["rejected"]), Counter(state["ignored"])
         self.past_ledgers = {int(m): TokenLedger(**t) for m, t in state["ledgers"].items()}
-        self.tokens_before = sum(ledger.processed for ledger in self.past_ledgers.values())
         for f, (version, last_version, last_open, last_merge) in zip(self.fragments, state["fragments"], strict=True):
             f.version, f.last_version, f.last_open, f.last_merge = (
                 version,

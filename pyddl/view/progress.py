@@ -25,14 +25,15 @@ class _Figures:
     """What one line shows, with the rate of tokens since the line before."""
 
     def __init__(self) -> None:
-        self._tokens: int | None = None  # a run that is resumed has some before it begins
+        self._tokens: int | None = None
         self._time = time.monotonic()
 
     def line(self, syncer: Syncer) -> str:
         p = syncer.protocol
         now, tokens = time.monotonic(), p.processed_tokens
-        before = p.tokens_before if self._tokens is None else self._tokens
-        rate = (tokens - before) / max(1e-9, now - self._time)
+        if self._tokens is None:  # a run that is resumed has some of before it began
+            self._tokens = sum(ledger.processed for ledger in p.past_ledgers.values())
+        rate = (tokens - self._tokens) / max(1e-9, now - self._time)
         self._tokens, self._time = tokens, now
         losses = [x.loss for x in syncer.learners.values() if not x.lost and math.isfinite(x.loss)]
         loss = f"{sum(losses) / len(losses):.3f}" if losses else "-"
