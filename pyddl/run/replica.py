@@ -90,14 +90,13 @@ class _Mark:
     """By what a tensor is recognised whose views are kept; ``tensor`` is a detached alias, no graph hangs on it."""
 
     tensor: torch.Tensor
-    moves: bool  # in a forward pass
     pointer: int
     shape: torch.Size
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, moves: bool) -> _Mark:
-        return cls(tensor, moves, tensor.data_ptr(), tensor.shape, tensor.stride())
+    def of(cls, tensor: torch.Tensor) -> _Mark:
+        return cls(tensor, tensor.data_ptr(), tensor.shape, tensor.stride())
 
 
 class _Place:
@@ -193,6 +192,8 @@ class _Views:
     marks: list[_Mark]  # of the tensors; the arrays keep the memory, so no other tensor can come to lie there
     arrays: list[NDArray[np.float32]]
     starts: list[int]  # of each array in the fragment
+    moves: list[bool]  # of each array, whether a forward pass may change it
+    still: list[torch.Tensor]  # of the tensors those that none changes
 
 
 class CopyOut:
@@ -244,7 +245,6 @@ class Replica:
         self._views: list[_Views | None] = [None] * len(self._fragments)
         moving = _changed_by_forward(model)
         self._moving = {i for i, spec in enumerate(layout.tensors) if {spec.name, *spec.aliases} & moving}
-        self._moves = [[s.tensor in self._moving for s in fragment.segments] for fragment in self._fragments]
 
     def copy_out(self, fragment: int, out: NDArray[np.float32], low: int = 0) -> None:
         """Copy elements ``low`` to ``low + len(out)`` of a fragment into ``out``, float32."""
@@ -273,7 +273,7 @@ class Replica:
                 target[at : at + stop - start].copy_(tensor.reshape(-1)[start:stop])
             return CopyOut([], [])
         later = []
-        for array, at, moves in zip(views.arrays, views.starts, self._moves[fragment], strict=True):
+        for array, at, moves in zip(views.arrays, views.starts, views.moves, strict=True):
             first, last = max(at, low), min(at + len(array), high)
             if first < last:
                 pair = (out[first - low : last - low], array[first - at : last - at])
@@ -281,7 +281,7 @@ class Replica:
                     pair[0][:] = pair[1]
                 else:
                     later.append(pair)
-        return CopyOut(later, [mark.tensor for mark in views.marks if not mark.moves])
+        return CopyOut(later, views.still)
 
     def copy_in(self, fragment: int, floats: NDArray[np.float32]) -> None:
         """Set a fragment's parameters. Where a dtype is narrower, ``floats`` becomes what the tensor then holds."""
@@ -341,8 +341,13 @@ class Replica:
             return None
         segments = self._fragments[fragment].segments
         arrays = [tensors[s.tensor].view(-1)[s.start : s.stop].numpy() for s in segments]
-        marks = [_Mark.of(tensor, index in self._moving) for index, tensor in tensors.items()]
-        views = _Views(marks, arrays, [s.offset for s in segments])
+        views = _Views(
+            marks=[_Mark.of(tensor) for tensor in tensors.values()],
+            arrays=arrays,
+            starts=[s.offset for s in segments],
+            moves=[s.tensor in self._moving for s in segments],
+            still=[tensor for index, tensor in tensors.items() if index not in self._moving],
+        )
         self._views[fragment] = views
         return views
 
