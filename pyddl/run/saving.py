@@ -21,7 +21,7 @@ class Saver:
     """Writes checkpoints in a thread.
 
     Args:
-        folder: of the run.
+        folder: of the run; None: nothing is ever written.
         keep: the newest so many are kept.
         trace: the event tape.
         say: tells a person.
@@ -31,7 +31,7 @@ class Saver:
         hangs: the thread may never end.
     """
 
-    def __init__(self, folder: Path, keep: int, trace: Trace, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path | None, keep: int, trace: Trace, say: Callable[[str], None]) -> None:
         self.unsaved = ""
         self.hangs = False
         self._folder = folder
@@ -52,6 +52,8 @@ class Saver:
 
         Returns: whether it was started.
         """
+        if self._folder is None:
+            return False
         self.report()
         if self._writing and not last:
             self._say("the last checkpoint is still being written; this one is left out")

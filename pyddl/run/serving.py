@@ -72,6 +72,7 @@ def serve(config: Config | None, world: World, task_toml: str) -> NoReturn:
 def _serve(config: Config | None, world: World, task_toml: str) -> int:
     from ..link.port import LearnerPort
     from ..link.world import ProgressThread, deadline
+    from ..store.checkpoint import set_aside_after
     from ..store.lock import RunLock
     from ..view.progress import open_view
     from .syncer import Syncer, new_global_state, protocol_config
@@ -98,7 +99,7 @@ def _serve(config: Config | None, world: World, task_toml: str) -> int:
             if difference := frozen_difference([hello["frozen"] for hello in hellos], "learner"):
                 raise LayoutMismatch(difference)
             folder, lock = _open_folder(config)
-            checkpoint, sentences = _find_checkpoint(config, folder, layout, hellos[0]["frozen"])
+            checkpoint, checkpoint_path, sentences = _find_checkpoint(config, folder, layout, hellos[0]["frozen"])
             settings = protocol_config(config, layout, world.num_learners)
             if config.sync.quorum > world.num_learners:
                 raise ConfigError(
@@ -115,6 +116,7 @@ def _serve(config: Config | None, world: World, task_toml: str) -> int:
             world.require_memory(geometry.total_bytes * world.num_learners)
             if checkpoint is not None:
                 _require_something_to_do(config, checkpoint.protocol)
+                set_aside_after(checkpoint_path)  # last, since a resume that is refused must leave the folder as it was
             if folder is not None:
                 _write_config(folder, config, task_toml or hellos[0]["task"])
         except PyddlError as error:
@@ -205,11 +207,11 @@ def _serve(config: Config | None, world: World, task_toml: str) -> int:
         with deadline(LEAVE_S, "all learners must leave MPI together", lambda: "one has not"):
             for pair in world.pairs:
                 for rank in range(1, 1 + world.num_ranks):
-                    pair.send({"lost": syncer.hangs}, to=rank)
-            if not syncer.hangs:
+                    pair.send({"lost": syncer.saver.hangs}, to=rank)
+            if not syncer.saver.hangs:
                 for pair in world.pairs:
                     pair.close()
-    if syncer.hangs:  # a thread that may never end, and a file system that answers nobody: no lock is released
+    if syncer.saver.hangs:  # a thread that may never end, and a file system that answers nobody: no lock is released
         end_s = time.monotonic() + LEAVE_S  # without guards our end would be that of learners that still save
         while not syncer.learners_have_ended() and time.monotonic() < end_s:
             time.sleep(0.1)
@@ -217,7 +219,7 @@ def _serve(config: Config | None, world: World, task_toml: str) -> int:
         return 1
     if lock is not None:
         lock.release()
-    return 0 if syncer.ended_well else _fail(syncer.unsaved or reason)
+    return 0 if syncer.ended_well else _fail(syncer.saver.unsaved or reason)
 
 
 def _probe_words(world: World, ports: list[LearnerPort]) -> None:
@@ -347,16 +349,16 @@ def _require_something_to_do(config: Config, protocol: dict[str, Any]) -> None:
 
 def _find_checkpoint(
     config: Config, folder: Path | None, layout: Layout, frozen: dict[str, int]
-) -> tuple[Any, list[str]]:
-    """The newest good checkpoint of a run that is resumed, and sentences about bad ones.
+) -> tuple[Any, Any, list[str]]:
+    """The newest good checkpoint of a run that is resumed, its path, and sentences about bad ones.
 
     Raises:
         LayoutMismatch: if it is of another model than ``layout`` and ``frozen`` (checksums by name) tell of.
     """
-    from ..store.checkpoint import newest_good_checkpoint, set_aside_after
+    from ..store.checkpoint import newest_good_checkpoint
 
     if not config.run.resume or folder is None:
-        return None, []
+        return None, None, []
     checkpoint, path, bad = newest_good_checkpoint(folder)
     if checkpoint.layout.fingerprint != layout.fingerprint:
         raise LayoutMismatch(
@@ -364,8 +366,7 @@ def _find_checkpoint(
         )
     if change := frozen_change(checkpoint.meta.get("frozen", {}), frozen, str(path)):
         raise LayoutMismatch(change)
-    set_aside_after(path)
-    return checkpoint, [*bad, f"resuming at step {checkpoint.step} from {path.name}"]
+    return checkpoint, path, [*bad, f"resuming at step {checkpoint.step} from {path.name}"]
 
 
 def _catch_signals(syncer: Any) -> None:

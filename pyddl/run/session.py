@@ -184,7 +184,7 @@ class Session:
             num_ranks=world.num_ranks,
             receipts=receipts,
             save=lambda who: save_learner(folder, who, limit_s=config.timeouts.save_s),
-            save_beside=lambda who: save_learner(folder, who, limit_s=config.timeouts.save_s, beside=True),
+            save_beside=lambda who: save_learner(folder, who, beside=True),
         )
         if link is not None:
             _end_with_the_run_on_signals(learner)
@@ -202,10 +202,6 @@ def _show_mistakes_once() -> None:
             launcher.say_once(error)
         else:
             previous(kind, error, trace)
-        elif not error.is_told and (
-            "pyddl.link.world" in sys.modules or launcher.detect(ancestors=()).rank in (None, 0)
-        ):
-            sys.stderr.write(f"pyddl: {error}\n")
 
     if previous.__name__ != "show":
         sys.excepthook = show

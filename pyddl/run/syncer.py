@@ -196,7 +196,7 @@ class Syncer:
         self._steps = {p: protocol.step for p in range(len(layout.fragments))}
         self._merges: dict[int, Future[StepResult]] = {}
         self._verifications: list[tuple[_Learner, int, Future[Contribution]]] = []
-        self._saver = Saver(folder, config.run.keep_checkpoints, self._trace, view.say) if folder else None
+        self.saver = Saver(folder, config.run.keep_checkpoints, self._trace, view.say)
         self._checkpoint_step: int | None = None  # learners save their state beside it
         self._beats = 0
         self._next_beat_s = 0.0
@@ -216,17 +216,7 @@ class Syncer:
     @property
     def ended_well(self) -> bool:
         """Whether the run came to its end, did not just run out of learners, and its model is on disk if asked for."""
-        return self.protocol.step > 0 and not self.outcome.startswith("no learner is left") and not self.unsaved
-
-    @property
-    def unsaved(self) -> str:
-        """Why the run's end is not on disk; empty if it is, or was not asked for."""
-        return "" if self._saver is None else self._saver.unsaved
-
-    @property
-    def hangs(self) -> bool:
-        """Whether a thread that writes may never end."""
-        return self._saver is not None and self._saver.hangs
+        return self.protocol.step > 0 and not self.outcome.startswith("no learner is left") and not self.saver.unsaved
 
     def learners_have_ended(self) -> bool:
         """Whether all processes of all learners are seen to have ended; never of those on other hosts."""
@@ -415,8 +405,7 @@ class Syncer:
                 self.request_stop(str(error))
             else:
                 self._refreshed = self._refresher.submit(self._refresh)
-        if self._saver is not None:
-            self._saver.report()
+        self.saver.report()
         self._trace.write("Sample", step=self.protocol.step, learners=learners)
         status = self.protocol.status()
         if status != self._status:
@@ -507,8 +496,6 @@ class Syncer:
 
     def _save(self, a: ev.Checkpoint) -> None:
         """Start to write the present state beside the work; a failure is a warning, never the end of training."""
-        if self._saver is None:
-            return
         checkpoint = Checkpoint(
             step=a.step,
             layout=self.layout,
@@ -517,7 +504,7 @@ class Syncer:
             config_toml=to_toml({f.name: getattr(self.config, f.name) for f in dataclasses.fields(Config)}),
             meta={"reason": a.reason, "frozen": self._frozen},
         )
-        if self._saver.save(checkpoint, last=self.protocol.phase == "finished") and self.protocol.phase == "running":
+        if self.saver.save(checkpoint, last=self.protocol.phase == "finished") and self.protocol.phase == "running":
             self._checkpoint_step = a.step
 
     _actions: ClassVar[dict[type[ev.Action], Callable[[Syncer, Any], None]]] = {
@@ -552,15 +539,12 @@ class Syncer:
         # Their last word has arrived, and they do not know it yet: the answer to one more read of the board tells them.
         deadline = time.monotonic() + _LINGER_S
         overdue = time.monotonic() + self.config.timeouts.save_s
-        saver = self._saver
-        while (saver is not None and saver.is_writing) or time.monotonic() < deadline:
+        while self.saver.is_writing or time.monotonic() < deadline:
             self._settle()
-            if saver is not None:
-                saver.report()
-                if saver.is_writing and time.monotonic() > overdue:
-                    saver.give_up(self.config.timeouts.save_s)
-        if saver is not None:
-            saver.close()
+            self.saver.report()
+            if self.saver.is_writing and time.monotonic() > overdue:
+                self.saver.give_up(self.config.timeouts.save_s)
+        self.saver.close()
         for pool in (self._merger, self._refresher):
             pool.shutdown(wait=False)
         self._trace.write("Result", **self.result())
@@ -597,5 +581,5 @@ class Syncer:
             "num_lost": self.num_lost,
             "merged_by_learner": {m: r.num_merged for m, r in p.learners.items()},
             "seconds": time.monotonic() - self.started_s,
-            "unsaved": self.unsaved,
+            "unsaved": self.saver.unsaved,
         }

@@ -496,8 +496,10 @@ def test_world_disk_full_at_the_end_is_said_and_no_success(start_job: StartJob, 
         assert f"learner {m}-{g} done" in result.stdout, str(result)
 
 
-def test_world_disk_that_hangs_at_the_end_is_given_up_and_nobody_is_left(start_job: StartJob, tmp_path):
-    run = Run(start_job, tmp_path, 2, [FAR, "sync.interval=6", "0:test.fault=hung_disk", "timeouts.save_s=5"])
+@pytest.mark.parametrize("survivable", [True, False])
+def test_world_disk_that_hangs_at_the_end_is_given_up_and_nobody_is_left(start_job: StartJob, tmp_path, survivable):
+    words = [FAR, "sync.interval=6", "0:test.fault=hung_disk", "timeouts.save_s=5"]
+    run = Run(start_job, tmp_path, 2, words, survivable=survivable)
     run.wait_until_attached()
     run.wait_for_merges(2)
     run.job.kill_rank(0, signal.SIGTERM)

@@ -215,7 +215,7 @@ def test_folder_with_a_run_is_refused_unless_it_is_resumed_and_is_free_again(tmp
             _open_folder(fresh)
     again = load_config(None, [f"run.dir={tmp_path}", "run.resume=true"])[0]
     folder, lock = _open_folder(again)
-    checkpoint, sentences = _find_checkpoint(again, folder, layout(), {})
+    checkpoint, _path, sentences = _find_checkpoint(again, folder, layout(), {})
     lock.release()
     assert checkpoint.step == 5
     assert sentences[-1].startswith("resuming at step 5 from checkpoint-")
@@ -246,7 +246,7 @@ def test_checkpoint_trained_on_other_frozen_tensors_is_refused_by_name(tmp_path:
 
 def test_checkpoint_is_not_looked_for_unless_asked(tmp_path: Path):
     config = load_config(None, [f"run.dir={tmp_path}"])[0]
-    assert _find_checkpoint(config, tmp_path, layout(), {}) == (None, [])
+    assert _find_checkpoint(config, tmp_path, layout(), {}) == (None, None, [])
 
 
 def test_checkpoint_that_is_missing_is_an_error_on_resume(tmp_path: Path):
