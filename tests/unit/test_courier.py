@@ -142,18 +142,6 @@ def test_courier_encodes_only_when_the_upload_is_sent_and_once():
     assert calls == [1]
 
 
-def test_courier_chore_is_done_in_the_link_thread_and_counts_as_waiting_until_it_is():
-    box = Mailbox()
-    courier = box.couriers[0]
-    box.turns(4)
-    seen: list[bool] = []
-    courier.do_soon(lambda: seen.append(courier.idle))
-    assert not courier.idle
-    box.turns(1)
-    assert seen == [False]
-    box.until(lambda: courier.idle, "nothing left")
-
-
 # ---------------------------------------------------------------- flush and stall
 
 

@@ -1,4 +1,4 @@
-"""Small words during long payloads, uploads that were refused some rounds ago, and whose messages they are."""
+"""Chores, small words during long payloads, uploads that were refused some rounds ago, whose messages they are."""
 
 from __future__ import annotations
 
@@ -107,3 +107,15 @@ def test_courier_messages_say_whose_link_it_is(clock: SimpleNamespace, caplog: p
         "learner 3 rank 0",
         "learner 3 rank 1",
     ], messages
+
+
+def test_courier_chore_is_done_in_the_link_thread_and_counts_as_waiting_until_it_is():
+    box = Mailbox()
+    courier = box.couriers[0]
+    box.turns(4)
+    seen: list[bool] = []
+    courier.do_soon(lambda: seen.append(courier.idle))
+    assert not courier.idle
+    box.turns(1)
+    assert seen == [False]
+    box.until(lambda: courier.idle, "nothing left")
