@@ -36,6 +36,7 @@ __all__ = [
     "GUARD_FD_VARIABLE",
     "GUARD_VARIABLE",
     "main",
+    "part_from_hydra",
     "protect",
     "restart_under_guard",
     "run",
@@ -139,6 +140,29 @@ def restart_under_guard() -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-I", "-S", __file__, sys.executable, *words[1:]])
 
 
+def part_from_hydra() -> None:
+    """Say ``finalize`` on this rank's PMI connection, so that hydra takes its end for no failure of the job.
+
+    For a rank that has died, by its guard; for one that ends in good order without MPI_Finalize, by itself: without a
+    guard hydra would end the others, and the job with the status that this rank has. Harmless after MPI_Finalize and a
+    second time (hydra answers again), and under other launchers, where it does nothing.
+    """
+    word = os.environ.get("PMI_FD", "")
+    if _HYDRA_VARIABLE not in os.environ or not word.isdecimal():
+        return  # another launcher; its protocol is its own
+    if os.environ.get("MPIR_CVAR_PMI_VERSION", "1") != "1":
+        return  # the user chose another wire protocol, in which this line would be an error
+    connection = int(word)
+    try:
+        os.write(connection, _PMI_FINALIZE)
+        # The answer shows that the line was read before our end closes the connection.
+        ready, _, _ = select.select([connection], [], [], _PMI_ANSWER_S)
+        if ready:
+            os.read(connection, 4096)
+    except OSError:
+        pass  # the connection or the proxy is gone
+
+
 def run(argv: Sequence[str]) -> int:
     """Run one command as the guarded rank and wait for its end.
 
@@ -173,7 +197,7 @@ def run(argv: Sequence[str]) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
     is_protected = _was_told(protect_read)
     if is_protected:
-        _finalize_for_child(os.environ)
+        part_from_hydra()  # in the place of the child, whose connection is ours too
     if os.WIFSIGNALED(wait_status):
         # What the rank had started (data workers) would hold stdout open, and the launcher waits for its end.
         _kill_group(child_pid)
@@ -264,27 +288,6 @@ def _was_told(protect_read: int) -> bool:
         return False
     finally:
         os.close(protect_read)
-
-
-def _finalize_for_child(environ: Mapping[str, str]) -> None:
-    """Say ``finalize`` on the rank's PMI connection, so that hydra sees no failure of the job.
-
-    Harmless after a rank that finalized itself: hydra answers a second time.
-    """
-    word = environ.get("PMI_FD", "")
-    if _HYDRA_VARIABLE not in environ or not word.isdecimal():
-        return  # another launcher; its protocol is its own
-    if environ.get("MPIR_CVAR_PMI_VERSION", "1") != "1":
-        return  # the user chose another wire protocol, in which this line would be an error
-    connection = int(word)
-    try:
-        os.write(connection, _PMI_FINALIZE)
-        # The answer shows that the line was read before our end closes the connection.
-        ready, _, _ = select.select([connection], [], [], _PMI_ANSWER_S)
-        if ready:
-            os.read(connection, 4096)
-    except OSError:
-        pass  # the connection or the proxy is gone
 
 
 def _kill_group(group_id: int) -> None:

@@ -198,7 +198,7 @@ def _serve(config: Config | None, world: World, task_toml: str) -> int:
     )
     syncer.ends_apart = launcher.detect(os.environ).survives is True
     _catch_signals(syncer)
-    guard.protect()
+    has_guard = guard.protect()
     reason = syncer.serve()
     progress.end()
     executor.shutdown(wait=False)
@@ -211,14 +211,15 @@ def _serve(config: Config | None, world: World, task_toml: str) -> int:
             if not syncer.saver.hangs:
                 for pair in world.pairs:
                     pair.close()
-    if syncer.saver.hangs:  # a thread that may never end, and a file system that answers nobody: no lock is released
-        end_s = time.monotonic() + LEAVE_S  # without guards our end would be that of learners that still save
+    if lock is not None and not syncer.saver.hangs:  # else the file system answers nobody
+        lock.release()
+    world.lost = world.lost or syncer.saver.hangs  # its thread may never end
+    if world.lost and not has_guard:  # our end could be that of learners that still save
+        end_s = time.monotonic() + LEAVE_S
         while not syncer.learners_have_ended() and time.monotonic() < end_s:
             time.sleep(0.1)
-        world.lost = True
+    if syncer.saver.hangs:
         return 1
-    if lock is not None:
-        lock.release()
     return 0 if syncer.ended_well else _fail(syncer.saver.unsaved or reason)
 
 

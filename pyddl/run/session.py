@@ -323,6 +323,8 @@ def _join(
                 with deadline(LEAVE_S, "the syncer must leave MPI with its learners", lambda: "it has not"):
                     pair.close()
             world.clean = not world.lost
+        if world.lost:
+            guard.part_from_hydra()
 
     return Link(
         courier,
