@@ -68,7 +68,9 @@ class RunConfig:
         max_steps: the clock step at which the run ends; 0: no limit by steps.
         max_tokens: tokens, summed over all learners, at which the run ends; 0: no limit by tokens.
         seed: of data order and whatever the task draws, >= 0.
-        checkpoint_every_merges: a checkpoint after every so many merges; 0: only at the end.
+        checkpoint_every_merges: a checkpoint after every so many merges; 0: not by merges.
+        checkpoint_every_s: a checkpoint also with the first merge so many seconds after the last one; 0: not by time.
+            The end of the run always writes one.
         keep_checkpoints: newest checkpoints kept, >= 2 so that a damaged one has a predecessor.
         resume: go on from the newest good checkpoint in ``dir``.
         backend: merge kernels: auto, cpu (C++), or reference (numpy).
@@ -81,6 +83,7 @@ class RunConfig:
     max_tokens: int = 0
     seed: int = 0
     checkpoint_every_merges: int = 1000
+    checkpoint_every_s: float = 300.0
     keep_checkpoints: int = 2
     resume: bool = False
     backend: str = "auto"
@@ -96,6 +99,12 @@ class RunConfig:
             "run.checkpoint_every_merges",
             "0 or more",
             self.checkpoint_every_merges,
+        )
+        require(
+            0 <= self.checkpoint_every_s < math.inf,
+            "run.checkpoint_every_s",
+            "0 (not by time) or a number of seconds",
+            self.checkpoint_every_s,
         )
         require(self.keep_checkpoints >= 2, "run.keep_checkpoints", "at least 2", self.keep_checkpoints)
         require_one_of("run.backend", self.backend, ("auto", "cpu", "reference"))

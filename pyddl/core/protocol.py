@@ -99,6 +99,7 @@ class Protocol:
         self._next_round = 1
         self._now_s = 0.0
         self._drain_end_s: float | None = None
+        self._checkpoint_s: float | None = None  # when the last was due, at first when the first learner joined
         self._out: list[Action] = []
 
     # ---------------------------------------------------------------------------------------------- the two verbs
@@ -153,6 +154,8 @@ class Protocol:
             for r in self.rounds.values():
                 if e.learner_id not in r.arrived:
                     r.forget(e.learner_id)
+        if self._checkpoint_s is None:
+            self._checkpoint_s = now
         # Counters of a newcomer start at zero and its step is the syncer's (paper, recovery).
         self.learners[e.learner_id] = LearnerRecord(
             e.learner_id, e.incarnation, joined_s=now, step=self.step, last_progress_s=now
@@ -373,9 +376,16 @@ class Protocol:
                 f"merged {len(r.arrived)} learners",
             )
         )
-        every = self.config.checkpoint_every_merges
-        if every and self.num_merges % every == 0:
+        if self._is_checkpoint_due(now):
+            self._checkpoint_s = now
             self._out.append(Checkpoint(self.step, f"merge {self.num_merges}"))
+
+    def _is_checkpoint_due(self, now: float) -> bool:
+        """Called with each merge: nothing that would be worth keeping comes between two."""
+        every, every_s = self.config.checkpoint_every_merges, self.config.checkpoint_every_s
+        if every and self.num_merges % every == 0:
+            return True
+        return bool(every_s) and self._checkpoint_s is not None and now - self._checkpoint_s >= every_s
 
     def _ledger_of(self, e: ContributionArrived) -> TokenLedger:
         m = self.learners.get(e.learner_id)

@@ -30,7 +30,8 @@ class ProtocolConfig:
         max_steps, max_tokens: the end of the run; 0: none.
         drain_s: the last rounds may take so long.
         give_up_s: who is silent for longer holds up the end of the run no more (it is welcome all the same).
-        checkpoint_every_merges: 0: only at the end.
+        checkpoint_every_merges: a checkpoint after every so many merges; 0: not by merges.
+        checkpoint_every_s: and with the first merge so long after the last one; 0: not by time.
         lockstep_steps: until this step every live learner is the quorum.
         max_tokens_per_step: more in one inner step of one learner is nonsense.
     """
@@ -48,6 +49,7 @@ class ProtocolConfig:
     drain_s: float = 30.0
     give_up_s: float = 300.0
     checkpoint_every_merges: int = 0
+    checkpoint_every_s: float = 0.0
     lockstep_steps: int = 0
     max_tokens_per_step: int = 1 << 32
 

@@ -73,6 +73,7 @@ def protocol_config(config: Config, layout: Layout, num_learners: int) -> Protoc
         drain_s=config.timeouts.drain_s,
         give_up_s=config.timeouts.syncer_s,
         checkpoint_every_merges=config.run.checkpoint_every_merges,
+        checkpoint_every_s=config.run.checkpoint_every_s,
         lockstep_steps=config.sync.lockstep_steps,
     )
 

@@ -161,6 +161,7 @@ def test_load_config_word_with_digit_groups_is_a_number() -> None:
         (RunConfig, "max_tokens", [0, 5], [-1]),
         (RunConfig, "seed", [0, 1 << 62], [-1]),
         (RunConfig, "checkpoint_every_merges", [0, 3], [-1]),
+        (RunConfig, "checkpoint_every_s", [0.0, 0.5], [-1.0, math.nan, math.inf]),
         (RunConfig, "keep_checkpoints", [2, 9], [1, 0]),
         (RunConfig, "backend", ["auto", "cpu", "reference"], ["", "CPU"]),
         (SyncConfig, "quorum", [1, 16], [0]),

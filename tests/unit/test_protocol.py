@@ -7,6 +7,7 @@ docs/architecture.md. Transcripts lie in transcripts/ and are written anew with 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 from pathlib import Path
@@ -551,6 +552,22 @@ def test_checkpoint_comes_after_every_so_many_merges() -> None:
     world = Scenario(config, [Script()]).run(40)
     assert world.protocol.num_merges >= 9
     assert world.count(Checkpoint) == world.protocol.num_merges // 3
+
+
+def test_checkpoint_comes_with_the_first_merge_so_long_after_the_last_one() -> None:
+    config = ProtocolConfig(2, 1, interval=every(4), checkpoint_every_s=2.0)
+    world = Scenario(config, [Script()]).run(40)
+    written_s = [0.0, *(now for now, _ in world.actions(Checkpoint))]
+    merged_s = [now for now, _ in world.actions(Publish)]
+    assert len(written_s) >= 3
+    for last_s, next_s in itertools.pairwise(written_s):
+        assert next_s == min(at for at in merged_s if at >= last_s + 2.0)
+
+
+def test_checkpoint_by_time_counts_from_one_by_merges() -> None:
+    config = ProtocolConfig(2, 1, interval=every(4), checkpoint_every_merges=1, checkpoint_every_s=2.0)
+    world = Scenario(config, [Script()]).run(40)
+    assert world.count(Checkpoint) == world.protocol.num_merges
 
 
 def test_learner_silent_for_very_long_holds_up_the_end_no_more() -> None:
