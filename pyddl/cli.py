@@ -94,6 +94,8 @@ def _train(arguments: argparse.Namespace) -> int:
         words.append(f"lm.data={arguments.data}")
     if arguments.resume is not None:
         folder = Path(arguments.resume)
+        if other := [word for word in words if word.startswith("run.dir=")]:
+            raise ConfigError(f"a run is resumed in its own folder, {folder}; got {other[0]} as well: leave it out")
         file = file or folder / "config.toml"
         words += [f"run.dir={folder}", "run.resume=true"]
     found = detect(ancestors=())

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +16,7 @@ import pytest
 from pyddl.cli import main
 from pyddl.config import load_config
 from pyddl.run import guard
+from pyddl.store.trace import Trace
 
 CLEAN = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "HYD", "OMPI", "PMIX", "SLURM"))}
 
@@ -84,6 +88,31 @@ def test_train_settings_before_after_and_between_options_are_taken(tmp_path, cap
 def test_inspect_folder_without_a_run_is_status_2(tmp_path, capsys) -> None:
     assert main(["inspect", str(tmp_path)]) == 2
     assert "must hold events.jsonl" in capsys.readouterr().err
+
+
+def test_inspect_tells_what_each_learner_really_did(tmp_path, capsys) -> None:
+    with Trace(tmp_path / "events.jsonl") as tape:
+        seen = {"step": 12, "num_steps": 9, "tokens": 4096, "loss": 1.25, "max_gap_s": 0.1}
+        tape.write("Sample", step=12, learners={0: seen, 1: {**seen, "num_steps": 5, "loss": math.nan}})
+        tape.write("LearnerLost", learner_id=1, reason="the process of its rank 0 ended")
+        tape.write("Publish", merged=[0, 1])
+        tape.write("Publish", merged=[0])
+        tape.write("Sample", step=14, learners={0: {**seen, "num_steps": 11, "tokens": 5000}})
+        tape.write("Result", outcome="drained", ended_by="max_steps = 14", achieved_H=2.66666, rejected={}, tokens={})
+    assert main(["inspect", str(tmp_path), "--json"]) == 0
+    learners = json.loads(capsys.readouterr().out)["learners"]
+    assert learners["0"] == {"num_steps": 11, "tokens": 5000, "loss": 1.25, "participation": 1.0}
+    assert (learners["1"]["num_steps"], learners["1"]["participation"]) == (5, 0.5)
+    assert main(["inspect", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "11 steps, 5,000 tokens, loss 1.25, in 100 % of the merges" in shown
+    assert "5 steps, 4,096 tokens, loss not known, in 50 % of the merges" in shown
+    assert re.search(r"achieved_H +2\.67\b", shown)
+
+
+def test_train_resumed_run_in_another_folder_is_status_2(tmp_path, capsys) -> None:
+    assert main(["train", "--resume", str(tmp_path / "a"), f"run.dir={tmp_path / 'b'}"]) == 2
+    assert f"resumed in its own folder, {tmp_path / 'a'}; got run.dir=" in capsys.readouterr().err
 
 
 def test_export_missing_run_is_status_2(tmp_path, capsys) -> None:
