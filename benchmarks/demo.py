@@ -15,7 +15,7 @@ import itertools
 import json
 import statistics
 import sys
-import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +39,20 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS, help="inner steps per learner, in the mean")
     parser.add_argument("--no-kill", action="store_true", help="an undisturbed run")
     parser.add_argument("--baseline", action="store_true", help="also train the baseline, in one process")
-    parser.add_argument("--keep", metavar="DIR", help="keep the run's folder there")
+    parser.add_argument("--keep", metavar="DIR", help="the run's folder; default: a new one under runs/")
     parser.add_argument("settings", nargs="*", metavar="section.key=value")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="pyddl-demo-") as scratch:
-        folder = Path(arguments.keep or Path(scratch) / "run")
-        if arguments.keep and folder.exists():
-            sys.stderr.write(f"--keep must name a folder that does not exist; {folder} does\n")
-            return 2
-        try:
-            result = demo(arguments, folder)
-        except PyddlError as error:
-            sys.stderr.write(f"pyddl: {error}\n")
-            return error.exit_status
+    folder = Path(arguments.keep or f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
+    if folder.exists():
+        sys.stderr.write(f"the demonstration needs a folder that does not exist; {folder} does: give --keep another\n")
+        return 2
+    try:
+        result = demo(arguments, folder)
+    except PyddlError as error:
+        sys.stderr.write(f"pyddl: {error}\n")
+        return error.exit_status
     summarize(result)
+    print(f"all of it: pyddl inspect {folder}")
     print("RESULT", json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()}))
     return 0
 
