@@ -141,6 +141,11 @@ class Learner:
         return not (self._stopped or self._closed)
 
     @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` has been called."""
+        return self._closed
+
+    @property
     def progress(self) -> float:
         """Position of the run, 0 to 1: tokens of all learners over max_tokens, or t_m over max_steps.
 

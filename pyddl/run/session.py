@@ -188,6 +188,7 @@ class Session:
         )
         if link is not None:
             _end_with_the_run_on_signals(learner)
+            atexit.register(_remind_of_close, learner)
         if config.run.resume and folder is not None:
             load_learner(folder, learner)
         return learner
@@ -200,11 +201,22 @@ def _show_mistakes_once() -> None:
     def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if isinstance(error, PyddlError):
             launcher.say_once(error)
+        elif isinstance(error, KeyboardInterrupt) and _is_inside_pyddl(trace):
+            sys.stderr.write("pyddl: interrupted\n")
         else:
             previous(kind, error, trace)
 
     if previous.__name__ != "show":
         sys.excepthook = show
+
+
+def _is_inside_pyddl(trace: types.TracebackType | None) -> bool:
+    """Whether one of a traceback's frames is ours."""
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__", "").split(".")[0] == "pyddl":
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def _is_preloaded() -> bool:
@@ -365,6 +377,15 @@ def _finalize(world: World) -> None:
     """At exit: finalize MPI if everybody lives and has left in good order, else just end."""
     if world.role == "alone" or world.clean:
         world.leave(0, lost=False)
+
+
+def _remind_of_close(learner: Learner) -> None:
+    """At exit, unless an exception is the reason, which has been shown."""
+    if not learner.closed and getattr(sys, "last_value", None) is None:
+        sys.stderr.write(
+            f"pyddl: learner {learner.learner_id} rank {learner.rank} ended without learner.close(): it counts as "
+            "lost, its model is not the global one, and its state is not saved: call close() after the loop\n"
+        )
 
 
 def _end_with_the_run_on_signals(learner: Learner) -> None:
