@@ -6,10 +6,13 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
+#include "alarm.h"
 #include "checksum.h"
 #include "codec.h"
 #include "loops.h"
@@ -198,7 +201,8 @@ void load_words(const py::object& buffer, const py::object& offsets, const py::o
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-    m.doc() = "Kernels of pyddl in C++; pyddl.core.kernels is the only module that imports this one.";
+    m.doc() =
+        "Kernels of pyddl in C++, imported by pyddl.core.kernels alone, and Alarm, by pyddl.link.alarm.";
     m.def("merge_outer_step", &merge_outer_step, py::arg("contributions"), py::arg("are_bf16"),
           py::arg("weights"), py::arg("n"), py::arg("segments"), py::arg("rules"), py::arg("theta"),
           py::arg("momentum"), py::arg("theta_out"), py::arg("momentum_out"), py::arg("wire_out"),
@@ -222,5 +226,11 @@ PYBIND11_MODULE(_C, m) {
     m.def("instruction_set", [] { return std::string(pyddl::loops().name); });
     m.def("select_instruction_set",
           [](const std::string& name) { return pyddl::select_loops(name.c_str()); });
+    py::class_<pyddl::Alarm>(m, "Alarm")
+        .def(py::init([](double seconds, std::string message) {
+                 return std::make_unique<pyddl::Alarm>(seconds, std::move(message));
+             }),
+             py::arg("seconds"), py::arg("message"))
+        .def("cancel", &pyddl::Alarm::cancel);
     m.def("checksum_in_hardware", &pyddl::checksum_in_hardware);
 }

@@ -13,7 +13,6 @@ always the origin, and the window of another learner belongs to another communic
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import logging
 import os
@@ -22,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import mpi4py
@@ -30,12 +29,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError, TransportError
+from .alarm import deadline
 
 mpi4py.rc.initialize = False
 mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402  (rc must be set first)
 
-__all__ = ["Group", "Pair", "ProgressThread", "Window", "World", "deadline", "mpi_version"]
+__all__ = ["Group", "Pair", "ProgressThread", "Window", "Wish", "World", "mpi_version"]
 
 log = logging.getLogger(__name__)
 
@@ -320,12 +320,26 @@ class ProgressThread(threading.Thread):
         self.join(1.0)
 
 
+@dataclass(frozen=True)
+class Wish:
+    """What one rank has been told of the world.
+
+    Attributes:
+        num_ranks: G; None: nothing, as a synchronizer that takes what the learners bring.
+        num_learners: M; 0: as many as fit.
+        only_serves: it can only be the synchronizer.
+    """
+
+    num_ranks: int | None
+    num_learners: int
+    only_serves: bool = False
+
+
 class World:
     """This process's place in the world, and the communicators it needs.
 
     Args:
-        ranks_per_learner: G of this process's configuration; the synchronizer may pass None and is told.
-        num_learners: M wanted; 0: as many as fit.
+        wish: what this process's configuration says of the world; all ranks' wishes must agree.
         group_timeout_s: deadline of every wait inside a group.
 
     Attributes:
@@ -338,7 +352,7 @@ class World:
         TransportError: if MPI does not allow several threads.
     """
 
-    def __init__(self, *, ranks_per_learner: int | None, num_learners: int, group_timeout_s: float) -> None:
+    def __init__(self, wish: Wish, *, group_timeout_s: float) -> None:
         self._owns_mpi = not MPI.Is_initialized()
         if self._owns_mpi:
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
@@ -358,7 +372,7 @@ class World:
         if self.size == 1:
             self.role, self.num_learners, self.num_ranks = "alone", 1, 1
             return
-        wishes = world.allgather((ranks_per_learner, num_learners))
+        wishes = world.allgather(wish)
         try:
             self.num_learners, self.num_ranks = _plan(self.size, wishes)
         except ConfigError as error:
@@ -402,16 +416,19 @@ class World:
             sys.stderr.flush()
             os._exit(exit_code)
         if self._owns_mpi and not MPI.Is_finalized():
-            # It waits for every rank, holding the interpreter's lock: only a thread that is not Python's can end that.
-            faulthandler.dump_traceback_later(_FINALIZE_S, exit=True, file=sys.__stderr__ or 2)
-            MPI.Finalize()
-            faulthandler.cancel_dump_traceback_later()
+            with deadline(_FINALIZE_S, "all ranks must leave MPI", lambda: "another has not come to its end"):
+                MPI.Finalize()
 
 
-def _plan(size: int, wishes: list[tuple[int | None, int]]) -> tuple[int, int]:
-    """M and G from what the ranks wish; the same answer or the same error on every rank."""
-    groups = {g for g, _ in wishes if g is not None}
-    learners = {m for _, m in wishes if m}
+def _plan(size: int, wishes: list[Wish]) -> tuple[int, int]:
+    """M and G from what the ranks wish, by rank; the same answer or the same error on every rank."""
+    if wrong := [str(rank) for rank, wish in enumerate(wishes) if wish.only_serves and rank]:
+        raise ConfigError(
+            f"pyddl syncer must be rank 0 of its world, and nothing else; got it as rank {', '.join(wrong)} of {size}: "
+            "mpiexec -n 1 pyddl syncer : -n N python train.py"
+        )
+    groups = {wish.num_ranks for wish in wishes if wish.num_ranks is not None}
+    learners = {wish.num_learners for wish in wishes if wish.num_learners}
     if len(groups) > 1 or len(learners) > 1:
         raise ConfigError(
             f"all ranks must be given the same run.ranks and run.learners; got {sorted(groups)} and {sorted(learners)}"
@@ -427,31 +444,3 @@ def _plan(size: int, wishes: list[tuple[int | None, int]]) -> tuple[int, int]:
             "change -n, run.learners or run.ranks"
         )
     return num_learners, num_ranks
-
-
-@contextmanager
-def deadline(seconds: float, required: str, missing: Callable[[], str], remedy: str = "") -> Iterator[None]:
-    """An alarm around MPI calls that block: when it rings, say what was required and who is missing, and end.
-
-    Args:
-        seconds: until the alarm.
-        required: what must have happened by then, such as "all learners must attach".
-        missing: who or what is missing, at that time.
-        remedy: which setting is the limit, if one is.
-    """
-
-    def ring() -> None:
-        sys.stderr.write(
-            f"pyddl: {required} within {seconds:.0f} s; {missing()}. Look for the error of that rank above"
-            f"{'; ' if remedy else ''}{remedy}.\n"
-        )
-        sys.stderr.flush()
-        os._exit(1)
-
-    timer = threading.Timer(seconds, ring)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

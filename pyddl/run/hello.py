@@ -31,12 +31,14 @@ LEAVE_S = 60.0  # to free windows together; nobody has anything else to do then
 SECTIONS = ("run", "sync", "outer", "timeouts")
 
 
-def open_world(ranks: int | None, num_learners: int, timeouts: TimeoutConfig) -> World:
+def open_world(ranks: int | None, num_learners: int, timeouts: TimeoutConfig, *, only_serves: bool = False) -> World:
     """Come into MPI with everybody else, under the alarm of the set-up; see link.world.World."""
-    from ..link.world import World, deadline
+    from ..link.alarm import deadline, interruptible
+    from ..link.world import Wish, World
 
-    with deadline(timeouts.setup_s, "all ranks must come into MPI", lambda: "another rank has not come", SETUP_REMEDY):
-        return World(ranks_per_learner=ranks, num_learners=num_learners, group_timeout_s=timeouts.group_s)
+    limit = deadline(timeouts.setup_s, "all ranks must come into MPI", lambda: "another has not come", SETUP_REMEDY)
+    with limit, interruptible():
+        return World(Wish(ranks, num_learners, only_serves), group_timeout_s=timeouts.group_s)
 
 
 def sections_of(config: Config) -> dict[str, Any]:

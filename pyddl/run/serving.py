@@ -44,11 +44,12 @@ def serve_as_syncer(config: Config | None) -> NoReturn:
     """Serve on the synchronizer rank of an MPMD start; the configuration may come from the learners."""
     run = RunConfig() if config is None else config.run
     ranks = None if config is None else run.ranks
-    world = open_world(ranks, run.learners, TimeoutConfig() if config is None else config.timeouts)
-    if world.role != "syncer":
+    timeouts = TimeoutConfig() if config is None else config.timeouts
+    world = open_world(ranks, run.learners, timeouts, only_serves=True)
+    if world.role == "alone":
         world.leave(0, lost=False)
         raise ConfigError(
-            f"pyddl syncer must be rank 0 of a world with learners; it is rank {world.rank} of {world.size}: "
+            "pyddl syncer must be rank 0 of a world with learners; it is alone in its world: "
             "mpiexec -n 1 pyddl syncer : -n N python train.py"
         )
     serve(config, world, "")
@@ -70,8 +71,9 @@ def serve(config: Config | None, world: World, task_toml: str) -> NoReturn:
 
 
 def _serve(config: Config | None, world: World, task_toml: str) -> int:
+    from ..link.alarm import deadline
     from ..link.port import LearnerPort
-    from ..link.world import ProgressThread, deadline
+    from ..link.world import ProgressThread
     from ..store.checkpoint import set_aside_after
     from ..store.lock import RunLock
     from ..view.progress import open_view

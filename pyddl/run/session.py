@@ -244,10 +244,10 @@ def _join(
     config: Config, world: World, layout: Layout | None, replica: Any, failure: PyddlError | None, task_toml: str
 ) -> Any:
     """The learner's side of the set-up. A learner that cannot take part says why, and all are refused with that."""
+    from ..link.alarm import deadline
     from ..link.buffers import BufferPool
     from ..link.courier import Courier
     from ..link.probe import probe_as_learner
-    from ..link.world import deadline
     from .exchange import Link
 
     group, pair = world.group, world.pairs[0]

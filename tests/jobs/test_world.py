@@ -517,6 +517,41 @@ def test_world_disk_that_hangs_at_the_end_is_given_up_and_nobody_is_left(start_j
     assert [e["kind"] for e in run.events("CheckpointFailed")] == ["CheckpointFailed"]
 
 
+# ------------------------------------------------------------------------------------------------------ the set-up
+
+ABSENT = """
+import os, signal, sys, time
+if os.environ["PMI_RANK"] == "2":
+    time.sleep(1)
+    sys.exit(3)
+import pyddl
+print("comes", flush=True)
+pyddl.init(run={"max_steps": 100}, timeouts={"setup_s": float(sys.argv[1])})
+"""
+
+
+@pytest.mark.parametrize("survivable", [True, False])
+def test_world_rank_that_never_comes_into_mpi_ends_the_others_with_a_sentence(start_job: StartJob, survivable):
+    """MPI_Init keeps the interpreter's lock: no thread of Python could end it."""
+    job = start_job([*mpich_command(3, survivable=survivable), sys.executable, "-c", ABSENT, "5"])
+    result = job.wait(END_S)
+    assert result.returncode != 0
+    assert "all ranks must come into MPI within 5 s; somebody has not come" in result.stderr, str(result)
+    assert "timeouts.setup_s" in result.stderr
+    assert job.processes() == []
+
+
+def test_world_ctrl_c_while_a_rank_is_waited_for_in_mpi_ends_all_at_once(start_job: StartJob):
+    job = start_job([*mpich_command(3, survivable=True), sys.executable, "-c", ABSENT, "600"])
+    job.wait_for_output("comes", SETUP_S, count=2)
+    time.sleep(3)  # rank 2 is gone, the others are in MPI_Init
+    for rank in (0, 1):  # as hydra passes it on
+        job.kill_rank(rank, signal.SIGINT)
+    result = job.wait(20)
+    assert result.returncode != 0, str(result)
+    assert job.processes() == []
+
+
 # -------------------------------------------------------------------------------------------------- use of the CPU
 
 

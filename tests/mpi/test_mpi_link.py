@@ -15,13 +15,13 @@ from pyddl.link.buffers import BufferPool
 from pyddl.link.courier import Courier, Upload
 from pyddl.link.mailbox import ANNOUNCED, MERGED, Geometry, UpHeader, pack
 from pyddl.link.port import LearnerPort, Published
-from pyddl.link.world import Group, ProgressThread, World, _pieces, _plan, deadline, mpi_version
+from pyddl.link.world import Group, ProgressThread, Wish, World, _pieces, _plan, deadline, mpi_version
 
 TOKEN = 77
 
 
 def new_world(num_ranks: int | None = 1, num_learners: int = 0, group_timeout_s: float = 20.0) -> World:
-    return World(ranks_per_learner=num_ranks, num_learners=num_learners, group_timeout_s=group_timeout_s)
+    return World(Wish(num_ranks, num_learners), group_timeout_s=group_timeout_s)
 
 
 # ---------------------------------------------------------------- the plan
@@ -39,8 +39,8 @@ def new_world(num_ranks: int | None = 1, num_learners: int = 0, group_timeout_s:
     ],
 )
 def test_plan_size_that_fits_gives_learners_and_ranks(size: int, wishes: tuple[int, int], plan: tuple[int, int]):
-    assert _plan(size, [wishes] * size) == plan
-    assert _plan(size, [(None, 0), *[wishes] * (size - 1)]) == plan, "a synchronizer that was told nothing"
+    assert _plan(size, [Wish(*wishes)] * size) == plan
+    assert _plan(size, [Wish(None, 0), *[Wish(*wishes)] * (size - 1)]) == plan, "a synchronizer that was told nothing"
 
 
 @pytest.mark.mpi(min_size=1)
@@ -56,13 +56,22 @@ def test_plan_size_that_fits_gives_learners_and_ranks(size: int, wishes: tuple[i
 )
 def test_plan_size_that_does_not_fit_says_which_would(size: int, wishes: tuple[int, int], wanted: str):
     with pytest.raises(ConfigError, match=wanted + rf".*got {size}: change -n"):
-        _plan(size, [wishes] * size)
+        _plan(size, [Wish(*wishes)] * size)
 
 
 @pytest.mark.mpi(min_size=1)
 def test_plan_ranks_that_wish_differently_are_refused():
     with pytest.raises(ConfigError, match=r"same run\.ranks and run\.learners; got \[1, 2\] and \[3\]"):
-        _plan(4, [(1, 0), (2, 3), (1, 3), (1, 3)])
+        _plan(4, [Wish(1, 0), Wish(2, 3), Wish(1, 3), Wish(1, 3)])
+
+
+@pytest.mark.mpi(min_size=1)
+def test_plan_synchronizer_that_does_not_come_first_is_refused():
+    """mpiexec -n 2 python train.py : -n 1 pyddl syncer: rank 0 would serve, and rank 2 wait for ever."""
+    with pytest.raises(ConfigError, match=r"pyddl syncer must be rank 0 of its world.*got it as rank 2 of 3"):
+        _plan(3, [Wish(1, 0), Wish(1, 0), Wish(None, 0, only_serves=True)])
+    with pytest.raises(ConfigError, match="got it as rank 1 of 4"):
+        _plan(4, [Wish(None, 0, only_serves=True), Wish(None, 0, only_serves=True), Wish(1, 0), Wish(1, 0)])
 
 
 @pytest.mark.mpi(min_size=3)

@@ -30,7 +30,7 @@ ROOMS = {
 # top-level package -> the modules (or rooms, with a final ".") that may import it
 OWNERS = {
     "mpi4py": ["pyddl.link.world"],
-    EXTENSION: ["pyddl.core.kernels"],
+    EXTENSION: ["pyddl.core.kernels", "pyddl.link.alarm"],
     "torch": ["pyddl.run.", "pyddl.tasks."],
     "h5py": ["pyddl.store."],
 }
