@@ -1,5 +1,6 @@
 #include "alarm.h"
 
+#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <unistd.h>
@@ -7,10 +8,13 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <utility>
 
 namespace pyddl {
+
+constexpr int kWriteMs = 1000;
 
 struct Alarm::State {
     std::mutex mutex;
@@ -18,20 +22,46 @@ struct Alarm::State {
     bool cancelled = false;
 };
 
+namespace {
+
+// While it lives this thread has all signals blocked, and so has, for good, a thread that is born meanwhile:
+// signals are for the threads that know of them.
+class WithoutSignals {
+  public:
+    WithoutSignals() {
+        sigset_t all;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before_);
+    }
+    WithoutSignals(const WithoutSignals&) = delete;
+    WithoutSignals& operator=(const WithoutSignals&) = delete;
+    ~WithoutSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+  private:
+    sigset_t before_;
+};
+
+// If somebody reads there: nobody may, and the process must end.
+void write_to_stderr(const std::string& text) {
+    pollfd output{STDERR_FILENO, POLLOUT, 0};
+    if (::poll(&output, 1, kWriteMs) != 1) return;
+    const ssize_t written = ::write(STDERR_FILENO, text.data(), text.size());
+    static_cast<void>(written);
+}
+
+}  // namespace
+
 Alarm::Alarm(double seconds, std::string message) : state_(std::make_shared<State>()) {
     const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
-    // Signals are for the threads that know of them: this one is born with all of them blocked.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const WithoutSignals guard;
     std::thread([state = state_, end, text = std::move(message)] {
-        std::unique_lock<std::mutex> lock(state->mutex);
-        if (state->changed.wait_until(lock, end, [&] { return state->cancelled; })) return;
-        const ssize_t written = ::write(STDERR_FILENO, text.data(), text.size());
-        static_cast<void>(written);  // nobody is left to be told
+        {
+            std::unique_lock<std::mutex> lock(state->mutex);
+            if (state->changed.wait_until(lock, end, [&] { return state->cancelled; })) return;
+        }
+        write_to_stderr(text);
         ::_exit(1);
     }).detach();
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 void Alarm::cancel() {

@@ -202,7 +202,8 @@ void load_words(const py::object& buffer, const py::object& offsets, const py::o
 
 PYBIND11_MODULE(_C, m) {
     m.doc() =
-        "Kernels of pyddl in C++, imported by pyddl.core.kernels alone, and Alarm, by pyddl.link.alarm.";
+        "Kernels of pyddl in C++, for pyddl.core.kernels, and Alarm, for pyddl.link.alarm; nobody else "
+        "imports this.";
     m.def("merge_outer_step", &merge_outer_step, py::arg("contributions"), py::arg("are_bf16"),
           py::arg("weights"), py::arg("n"), py::arg("segments"), py::arg("rules"), py::arg("theta"),
           py::arg("momentum"), py::arg("theta_out"), py::arg("momentum_out"), py::arg("wire_out"),

@@ -1,4 +1,4 @@
-"""Merge with outer step, codecs, checksum and atomic words on numpy arrays: the only door to ``pyddl._C``.
+"""Merge with outer step, codecs, checksum and atomic words on numpy arrays: the door to ``pyddl._C``.
 
 Here: one public function per kernel, every check of its arguments, the choice of the backend. Not here: the
 numpy versions (core/reference.py), and what a fragment, a learner or a round is.

@@ -325,9 +325,9 @@ class Wish:
     """What one rank has been told of the world.
 
     Attributes:
-        num_ranks: G; None: nothing, as a synchronizer that takes what the learners bring.
+        num_ranks: G; None: nothing, as a syncer that takes what the learners bring.
         num_learners: M; 0: as many as fit.
-        only_serves: it can only be the synchronizer.
+        only_serves: it can only be the syncer.
     """
 
     num_ranks: int | None
@@ -348,7 +348,7 @@ class World:
         pairs: all of them on the syncer, one on a learner.
 
     Raises:
-        ConfigError: on every rank alike, if the world's size does not fit 1 + M * G.
+        ConfigError: on every rank alike, if the world's size does not fit 1 + M * G, or if the syncer is not rank 0.
         TransportError: if MPI does not allow several threads.
     """
 
@@ -416,7 +416,7 @@ class World:
             sys.stderr.flush()
             os._exit(exit_code)
         if self._owns_mpi and not MPI.Is_finalized():
-            with deadline(_FINALIZE_S, "all ranks must leave MPI", lambda: "another has not come to its end"):
+            with deadline(_FINALIZE_S, "all ranks must leave MPI", "another has not come to its end"):
                 MPI.Finalize()
 
 

@@ -36,7 +36,7 @@ def open_world(ranks: int | None, num_learners: int, timeouts: TimeoutConfig, *,
     from ..link.alarm import deadline, interruptible
     from ..link.world import Wish, World
 
-    limit = deadline(timeouts.setup_s, "all ranks must come into MPI", lambda: "another has not come", SETUP_REMEDY)
+    limit = deadline(timeouts.setup_s, "all ranks must come into MPI", "another has not come", SETUP_REMEDY)
     with limit, interruptible():
         return World(Wish(ranks, num_learners, only_serves), group_timeout_s=timeouts.group_s)
 

@@ -38,13 +38,15 @@ __all__ = ["serve", "serve_as_syncer"]
 log = logging.getLogger(__name__)
 
 _PROBE_NAP_S = 0.0001
+_UNTOLD_SETUP_S = 86400.0
 
 
 def serve_as_syncer(config: Config | None) -> NoReturn:
     """Serve on the synchronizer rank of an MPMD start; the configuration may come from the learners."""
     run = RunConfig() if config is None else config.run
     ranks = None if config is None else run.ranks
-    timeouts = TimeoutConfig() if config is None else config.timeouts
+    # With no limit of its own it waits as long as the learners do: their alarms end the job.
+    timeouts = TimeoutConfig(setup_s=_UNTOLD_SETUP_S) if config is None else config.timeouts
     world = open_world(ranks, run.learners, timeouts, only_serves=True)
     if world.role == "alone":
         world.leave(0, lost=False)
@@ -85,7 +87,7 @@ def _serve(config: Config | None, world: World, task_toml: str) -> int:
         gone = [str(m) for m in range(world.num_learners) if m not in present]
         return f"not yet attached: learner {', '.join(gone)}" if gone else "all learners have said hello"
 
-    setup_s = config.timeouts.setup_s if config else TimeoutConfig().setup_s
+    setup_s = config.timeouts.setup_s if config else _UNTOLD_SETUP_S
     with deadline(setup_s, "all learners must attach", missing, SETUP_REMEDY):
         hellos = []
         for m, pair in enumerate(world.pairs):
@@ -206,7 +208,7 @@ def _serve(config: Config | None, world: World, task_toml: str) -> int:
     executor.shutdown(wait=False)
     world.lost = syncer.after_loss
     if not world.lost:  # what the learners were told: each waits for a last word, and frees its window with us
-        with deadline(LEAVE_S, "all learners must leave MPI together", lambda: "one has not"):
+        with deadline(LEAVE_S, "all learners must leave MPI together", "one has not"):
             for pair in world.pairs:
                 for rank in range(1, 1 + world.num_ranks):
                     pair.send({"lost": syncer.saver.hangs}, to=rank)

@@ -332,7 +332,7 @@ def _join(
         if not world.lost:
             world.lost = _last_word(pair, config.timeouts.save_s + LEAVE_S, syncer)
             if not world.lost:
-                with deadline(LEAVE_S, "the syncer must leave MPI with its learners", lambda: "it has not"):
+                with deadline(LEAVE_S, "the syncer must leave MPI with its learners", "it has not"):
                     pair.close()
             world.clean = not world.lost
         if world.lost:

@@ -207,6 +207,11 @@ class Job:
         os.kill(pids[0], signal_number)
         return pids[0]
 
+    def interrupt(self) -> None:
+        """Ctrl-C, as the launcher gets it."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGINT)
+
     def kill(self) -> None:
         """End every process of the job, reap the launcher and close the files. Again: does nothing."""
         self._end_processes()

@@ -520,7 +520,7 @@ def test_world_disk_that_hangs_at_the_end_is_given_up_and_nobody_is_left(start_j
 # ------------------------------------------------------------------------------------------------------ the set-up
 
 ABSENT = """
-import os, signal, sys, time
+import os, sys, time
 if os.environ["PMI_RANK"] == "2":
     time.sleep(1)
     sys.exit(3)
@@ -536,19 +536,43 @@ def test_world_rank_that_never_comes_into_mpi_ends_the_others_with_a_sentence(st
     job = start_job([*mpich_command(3, survivable=survivable), sys.executable, "-c", ABSENT, "5"])
     result = job.wait(END_S)
     assert result.returncode != 0
-    assert "all ranks must come into MPI within 5 s; somebody has not come" in result.stderr, str(result)
+    assert "all ranks must come into MPI within 5 s; another has not come" in result.stderr, str(result)
     assert "timeouts.setup_s" in result.stderr
     assert job.processes() == []
 
 
-def test_world_ctrl_c_while_a_rank_is_waited_for_in_mpi_ends_all_at_once(start_job: StartJob):
-    job = start_job([*mpich_command(3, survivable=True), sys.executable, "-c", ABSENT, "600"])
+@pytest.mark.parametrize("survivable", [True, False])
+def test_world_ctrl_c_while_a_rank_is_waited_for_in_mpi_ends_all_at_once(start_job: StartJob, survivable):
+    job = start_job([*mpich_command(3, survivable=survivable), sys.executable, "-c", ABSENT, "600"])
     job.wait_for_output("comes", SETUP_S, count=2)
     time.sleep(3)  # rank 2 is gone, the others are in MPI_Init
-    for rank in (0, 1):  # as hydra passes it on
-        job.kill_rank(rank, signal.SIGINT)
+    job.interrupt()
     result = job.wait(20)
     assert result.returncode != 0, str(result)
+    assert job.processes() == []
+
+
+FORGETFUL = """
+import sys, torch, pyddl
+session = pyddl.init(run={"max_steps": 6}, sync={"interval": 2})
+model = torch.nn.Linear(2, 1)
+learner = session.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+while learner.running:
+    learner.step(tokens=1)
+if sys.argv[1] == "mistake":
+    learner.step(tokens=0)
+if sys.argv[1] == "close":
+    learner.close()
+"""
+
+
+@pytest.mark.parametrize("ending", ["", "mistake", "close"])
+def test_world_learner_that_ends_without_close_is_told_so(start_job: StartJob, ending):
+    job = start_job([*mpich_command(2, survivable=True), sys.executable, "-c", FORGETFUL, ending])
+    result = job.wait(END_S)
+    assert ("learner 0 rank 0 ended without learner.close()" in result.stderr) == (ending == ""), str(result)
+    assert ("must be an integer of at least 1; got 0" in result.stderr) == (ending == "mistake"), str(result)
+    assert "Traceback" not in result.stderr, str(result)
     assert job.processes() == []
 
 

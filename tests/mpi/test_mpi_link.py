@@ -11,11 +11,12 @@ import pytest
 
 from pyddl.core.layout import TensorSpec, build_layout
 from pyddl.errors import ConfigError, TransportError
+from pyddl.link.alarm import deadline
 from pyddl.link.buffers import BufferPool
 from pyddl.link.courier import Courier, Upload
 from pyddl.link.mailbox import ANNOUNCED, MERGED, Geometry, UpHeader, pack
 from pyddl.link.port import LearnerPort, Published
-from pyddl.link.world import Group, ProgressThread, Wish, World, _pieces, _plan, deadline, mpi_version
+from pyddl.link.world import Group, ProgressThread, Wish, World, _pieces, _plan, mpi_version
 
 TOKEN = 77
 
@@ -40,7 +41,7 @@ def new_world(num_ranks: int | None = 1, num_learners: int = 0, group_timeout_s:
 )
 def test_plan_size_that_fits_gives_learners_and_ranks(size: int, wishes: tuple[int, int], plan: tuple[int, int]):
     assert _plan(size, [Wish(*wishes)] * size) == plan
-    assert _plan(size, [Wish(None, 0), *[Wish(*wishes)] * (size - 1)]) == plan, "a synchronizer that was told nothing"
+    assert _plan(size, [Wish(None, 0), *[Wish(*wishes)] * (size - 1)]) == plan, "a syncer that was told nothing"
 
 
 @pytest.mark.mpi(min_size=1)
@@ -66,7 +67,7 @@ def test_plan_ranks_that_wish_differently_are_refused():
 
 
 @pytest.mark.mpi(min_size=1)
-def test_plan_synchronizer_that_does_not_come_first_is_refused():
+def test_plan_syncer_that_does_not_come_first_is_refused():
     """mpiexec -n 2 python train.py : -n 1 pyddl syncer: rank 0 would serve, and rank 2 wait for ever."""
     with pytest.raises(ConfigError, match=r"pyddl syncer must be rank 0 of its world.*got it as rank 2 of 3"):
         _plan(3, [Wish(1, 0), Wish(1, 0), Wish(None, 0, only_serves=True)])

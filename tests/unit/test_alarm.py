@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -38,8 +39,23 @@ def test_deadline_ends_a_call_that_gives_the_lock_away_and_says_who_is_missing()
 def test_deadline_ends_a_call_that_keeps_the_lock() -> None:
     done, seconds = run(HOLDS_THE_LOCK)
     assert done.returncode == 1
-    assert "all ranks must come within 0 s; somebody has not come." in done.stderr
+    assert "all ranks must come within 0 s; somebody is missing." in done.stderr
     assert seconds < 30
+
+
+def test_deadline_without_the_extension_ends_a_call_that_keeps_the_lock() -> None:
+    text = BLOCKED.replace('lambda: "rank 3 has not"', '"rank 3 has not"').format(call=HOLDS_THE_LOCK)
+    without = "import sys; sys.modules['pyddl._C'] = None\n"
+    done = subprocess.run([sys.executable, "-c", without + text], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 1
+    assert "Timeout" in done.stderr
+
+
+def test_deadline_of_a_sentence_makes_no_thread_of_python(monkeypatch) -> None:
+    """None can be made while the interpreter ends (Python 3.12), and MPI_Finalize is called then."""
+    monkeypatch.setattr(threading.Thread, "start", lambda _: pytest.fail("a thread was started"))
+    with deadline(30.0, "all ranks must leave MPI", "another has not"):
+        pass
 
 
 @pytest.mark.parametrize("call", ["pass", "raise ValueError"])
@@ -61,7 +77,12 @@ def test_interruptible_lets_a_signal_end_a_call_that_keeps_the_lock() -> None:
         "import ctypes, sys\nfrom pyddl.link.alarm import interruptible\n"
         f"with interruptible():\n    print('in', flush=True)\n    {HOLDS_THE_LOCK}\n"
     )
-    with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", text],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "in\n"
         process.send_signal(signal.SIGINT)
