@@ -145,7 +145,7 @@ def part_from_hydra() -> None:
 
     For a rank that has died, by its guard; for one that ends in good order without MPI_Finalize, by itself: without a
     guard hydra would end the others, and the job with the status that this rank has. Harmless after MPI_Finalize and a
-    second time (hydra answers again), and under other launchers, where it does nothing.
+    second time, and under other launchers, where it does nothing.
     """
     word = os.environ.get("PMI_FD", "")
     if _HYDRA_VARIABLE not in os.environ or not word.isdecimal():

@@ -202,7 +202,7 @@ def _serve(config: Config | None, world: World, task_toml: str) -> int:
     )
     syncer.ends_apart = launcher.detect(os.environ).survives is True
     _catch_signals(syncer)
-    has_guard = guard.protect()
+    guard.protect()
     reason = syncer.serve()
     progress.end()
     executor.shutdown(wait=False)
@@ -218,10 +218,8 @@ def _serve(config: Config | None, world: World, task_toml: str) -> int:
     if lock is not None and not syncer.saver.hangs:  # else the file system answers nobody
         lock.release()
     world.lost = world.lost or syncer.saver.hangs  # its thread may never end
-    if world.lost and not has_guard:  # our end could be that of learners that still save
-        end_s = time.monotonic() + LEAVE_S
-        while not syncer.learners_have_ended() and time.monotonic() < end_s:
-            time.sleep(0.1)
+    if world.lost:
+        guard.part_from_hydra()  # else our end would be that of learners that still save
     if syncer.saver.hangs:
         return 1
     return 0 if syncer.ended_well else _fail(syncer.saver.unsaved or reason)

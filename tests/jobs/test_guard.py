@@ -192,6 +192,29 @@ def test_guard_says_finalize_to_hydra_for_a_protected_rank_only(code, environ, s
             assert guarded.wait(TIMEOUT_S) == (5 if "SystemExit" in code else 128 + signal.SIGKILL)
 
 
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [({HYDRA: "n1"}, b"cmd=finalize\n"), ({}, b""), ({HYDRA: "n1", "MPIR_CVAR_PMI_VERSION": "2"}, b"")],
+)
+def test_rank_that_parts_from_hydra_says_finalize_itself(environ, said):
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            rank = subprocess.Popen(
+                python("__import__('pyddl.run.guard').run.guard.part_from_hydra(); raise SystemExit(5)"),
+                env={**base_environment(), **environ, "PMI_FD": str(theirs.fileno())},
+                pass_fds=[theirs.fileno()],
+            )
+        ours.settimeout(TIMEOUT_S)
+        with rank:
+            heard = ours.recv(4096)
+            if heard:
+                ours.sendall(b"cmd=finalize_ack rc=0\n")
+                assert ours.recv(4096) == b""
+            assert heard == said
+            assert rank.wait(TIMEOUT_S) == 5
+
+
 def test_guard_when_hydra_does_not_answer_still_ends():
     ours, theirs = socket.socketpair()
     with ours, theirs:
