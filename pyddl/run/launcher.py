@@ -22,9 +22,11 @@ from .guard import GUARD_VARIABLE
 if TYPE_CHECKING:
     from ..errors import PyddlError
 
-__all__ = ["Launcher", "detect", "expected_tasks", "say_once"]
+__all__ = ["Launcher", "detect", "expected_tasks", "has_shown_error", "say_by_first", "say_once"]
 
 _MAX_ANCESTORS = 8
+
+_has_shown_error = False
 
 
 @dataclass(frozen=True)
@@ -191,8 +193,22 @@ def _ancestors() -> Iterator[str]:
 
 def say_once(error: PyddlError) -> None:
     """Show an error by one rank: before MPI runs all find the same mistake, afterwards only the one that shows it."""
-    if error.is_told:
-        return
-    world_is_up = "pyddl.link.world" in sys.modules
-    if world_is_up or detect(ancestors=()).rank in (None, 0):
+    global _has_shown_error
+    _has_shown_error = True
+    if not error.is_told and ("pyddl.link.world" in sys.modules or _is_first()):
         sys.stderr.write(f"pyddl: {error}\n")
+
+
+def say_by_first(sentence: str) -> None:
+    """Show what happens to all ranks alike."""
+    if _is_first():
+        sys.stderr.write(f"pyddl: {sentence}\n")
+
+
+def has_shown_error() -> bool:
+    """Whether this process has shown an error, or would have if another rank did not."""
+    return _has_shown_error
+
+
+def _is_first() -> bool:
+    return detect(ancestors=()).rank in (None, 0)

@@ -143,7 +143,7 @@ class Learner:
     @property
     def closed(self) -> bool:
         """Whether :meth:`close` has been called."""
-        return self._closed
+        return self._closed or self._state != TRAINING
 
     @property
     def progress(self) -> float:

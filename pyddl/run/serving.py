@@ -221,6 +221,9 @@ def _serve(config: Config | None, world: World, task_toml: str) -> int:
     if world.lost:
         guard.part_from_hydra()  # else our end would be that of learners that still save
     if syncer.saver.hangs:
+        end_s = time.monotonic() + LEAVE_S  # other launchers end the job with the first status that is not 0
+        while not syncer.ends_apart and not syncer.learners_have_ended() and time.monotonic() < end_s:
+            time.sleep(0.1)
         return 1
     return 0 if syncer.ended_well else _fail(syncer.saver.unsaved or reason)
 

@@ -188,9 +188,10 @@ class Session:
         )
         if link is not None:
             _end_with_the_run_on_signals(learner)
-            atexit.register(_remind_of_close, learner)
         if config.run.resume and folder is not None:
             load_learner(folder, learner)
+        if link is not None:
+            atexit.register(_remind_of_close, learner)
         return learner
 
 
@@ -201,8 +202,9 @@ def _show_mistakes_once() -> None:
     def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if isinstance(error, PyddlError):
             launcher.say_once(error)
-        elif isinstance(error, KeyboardInterrupt) and _is_inside_pyddl(trace):
-            sys.stderr.write("pyddl: interrupted\n")
+            raise SystemExit(error.exit_status)
+        if isinstance(error, KeyboardInterrupt) and _is_in_set_up(trace):
+            launcher.say_by_first("interrupted")
         else:
             previous(kind, error, trace)
 
@@ -210,10 +212,10 @@ def _show_mistakes_once() -> None:
         sys.excepthook = show
 
 
-def _is_inside_pyddl(trace: types.TracebackType | None) -> bool:
-    """Whether one of a traceback's frames is ours."""
+def _is_in_set_up(trace: types.TracebackType | None) -> bool:
+    """Whether init() or attach() was interrupted, and not the user's loop."""
     while trace is not None:
-        if trace.tb_frame.f_globals.get("__name__", "").split(".")[0] == "pyddl":
+        if trace.tb_frame.f_code in (init.__code__, Session.attach.__code__):
             return True
         trace = trace.tb_next
     return False
@@ -380,8 +382,8 @@ def _finalize(world: World) -> None:
 
 
 def _remind_of_close(learner: Learner) -> None:
-    """At exit, unless an exception is the reason, which has been shown."""
-    if not learner.closed and getattr(sys, "last_value", None) is None:
+    """At exit, unless an error is the reason, which has been shown."""
+    if not (learner.closed or launcher.has_shown_error() or getattr(sys, "last_value", None)):
         sys.stderr.write(
             f"pyddl: learner {learner.learner_id} rank {learner.rank} ended without learner.close(): it counts as "
             "lost, its model is not the global one, and its state is not saved: call close() after the loop\n"

@@ -85,6 +85,14 @@ def test_train_settings_before_after_and_between_options_are_taken(tmp_path, cap
         assert "sync.quorum must be at least 1" in capsys.readouterr().err
 
 
+def test_script_with_a_mistake_ends_with_its_sentence_and_status_2() -> None:
+    text = 'import pyddl; pyddl.init(sync={"quorm": 2})'
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, env=CLEAN, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("pyddl: unknown setting sync.quorm"), done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_inspect_folder_without_a_run_is_status_2(tmp_path, capsys) -> None:
     assert main(["inspect", str(tmp_path)]) == 2
     assert "must hold events.jsonl" in capsys.readouterr().err
