@@ -69,7 +69,7 @@ class RunConfig:
         max_tokens: tokens, summed over all learners, at which the run ends; 0: no limit by tokens.
         seed: of data order and whatever the task draws, >= 0.
         checkpoint_every_merges: a checkpoint after every so many merges; 0: not by merges.
-        checkpoint_every_s: a checkpoint also with the first merge so many seconds after the last one; 0: not by time.
+        checkpoint_every_s: a checkpoint also with the first merge so many seconds after one was due; 0: not by time.
             The end of the run always writes one.
         keep_checkpoints: newest checkpoints kept, >= 2 so that a damaged one has a predecessor.
         resume: go on from the newest good checkpoint in ``dir``.

@@ -385,7 +385,9 @@ class Protocol:
         every, every_s = self.config.checkpoint_every_merges, self.config.checkpoint_every_s
         if every and self.num_merges % every == 0:
             return True
-        return bool(every_s) and self._checkpoint_s is not None and now - self._checkpoint_s >= every_s
+        if not every_s or self._checkpoint_s is None or self.phase != "running":  # the end writes one anyway
+            return False
+        return now - self._checkpoint_s >= every_s
 
     def _ledger_of(self, e: ContributionArrived) -> TokenLedger:
         m = self.learners.get(e.learner_id)

@@ -31,7 +31,8 @@ class ProtocolConfig:
         drain_s: the last rounds may take so long.
         give_up_s: who is silent for longer holds up the end of the run no more (it is welcome all the same).
         checkpoint_every_merges: a checkpoint after every so many merges; 0: not by merges.
-        checkpoint_every_s: and with the first merge so long after the last one; 0: not by time.
+        checkpoint_every_s: and, while the run goes on, with the first merge so long after the last
+            one was due; 0: not by time.
         lockstep_steps: until this step every live learner is the quorum.
         max_tokens_per_step: more in one inner step of one learner is nonsense.
     """

@@ -565,9 +565,11 @@ def test_checkpoint_comes_with_the_first_merge_so_long_after_the_last_one() -> N
 
 
 def test_checkpoint_by_time_counts_from_one_by_merges() -> None:
-    config = ProtocolConfig(2, 1, interval=every(4), checkpoint_every_merges=1, checkpoint_every_s=2.0)
-    world = Scenario(config, [Script()]).run(40)
-    assert world.count(Checkpoint) == world.protocol.num_merges
+    """Every third merge is a checkpoint, so that 9.5 seconds have never passed since one."""
+    config = ProtocolConfig(2, 1, interval=every(4), checkpoint_every_merges=3, checkpoint_every_s=9.5)
+    world = Scenario(config, [Script()]).run(80)
+    merged_s = [now for now, _ in world.actions(Publish)]
+    assert [now for now, _ in world.actions(Checkpoint)] == merged_s[2::3]
 
 
 def test_learner_silent_for_very_long_holds_up_the_end_no_more() -> None:
