@@ -39,12 +39,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS, help="inner steps per learner, in the mean")
     parser.add_argument("--no-kill", action="store_true", help="an undisturbed run")
     parser.add_argument("--baseline", action="store_true", help="also train the baseline, in one process")
-    parser.add_argument("--keep", metavar="DIR", help="the run's folder; default: a new one under runs/")
+    parser.add_argument("--folder", metavar="DIR", help="the run's folder; default: a new one under runs/")
     parser.add_argument("settings", nargs="*", metavar="section.key=value")
     arguments = parser.parse_args()
-    folder = Path(arguments.keep or f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = Path(arguments.folder or f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
     if folder.exists():
-        sys.stderr.write(f"the demonstration needs a folder that does not exist; {folder} does: give --keep another\n")
+        sys.stderr.write(f"the folder must not exist yet; {folder} does: give --folder another\n")
         return 2
     try:
         result = demo(arguments, folder)

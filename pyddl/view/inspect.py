@@ -96,13 +96,13 @@ def show_run(run: Path, *, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(figures) + "\n")
         return
-    rows = list(_rows(figures))
+    rows = list(_list_rows(figures))
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         sys.stdout.write(f"{name:<{width}}  {value}\n")
 
 
-def _rows(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _list_rows(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for name, value in figures.items():
         if name == "checkpoints":
             for c in value:
@@ -110,19 +110,19 @@ def _rows(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
                 yield c["name"], good
         elif name == "learners":
             for m, x in value.items():
-                done = f"{x['num_steps']:,} steps, {x['tokens']:,} tokens, loss {_plain(x['loss'])}"
+                done = f"{x['num_steps']:,} steps, {x['tokens']:,} tokens, loss {_format(x['loss'])}"
                 yield f"learner {m}", f"{done}, in {100 * x['participation']:.0f} % of the merges"
         elif isinstance(value, dict):
-            yield name, ", ".join(f"{k}: {_plain(v)}" for k, v in value.items()) or "none"
+            yield name, "; ".join(f"{k}: {_format(v)}" for k, v in value.items()) or "none"
         elif isinstance(value, list):
             yield name, ", ".join(map(str, value)) or "none"
         else:
-            yield name, _plain(value)
+            yield name, _format(value)
 
 
-def _plain(value: object) -> str:
+def _format(value: object) -> str:
     if value is None:
         return "not known"
     if isinstance(value, float):
-        return f"{value:.3g}"
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
