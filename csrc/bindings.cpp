@@ -224,6 +224,14 @@ PYBIND11_MODULE(_C, m) {
         },
         py::arg("buffer"), py::arg("offset_bytes"), py::arg("value"));
     m.def("load_words", &load_words, py::arg("buffer"), py::arg("offsets"), py::arg("out"));
+std::uint32_t copy_checksum(const py::object& from, const py::object& to, std::uint32_t value) {
+    const Buffer in(from, "source", false);
+    const Buffer out(to, "target", true);
+    auto* target = out.as<std::uint8_t>(static_cast<std::int64_t>(in.num_bytes()), "target");
+    return without_lock(in.num_bytes(),
+                        [&] { return pyddl::copy_checksum_cpu(target, in.data(), in.num_bytes(), value); });
+}
+
     m.def("instruction_set", [] { return std::string(pyddl::loops().name); });
     m.def("select_instruction_set",
           [](const std::string& name) { return pyddl::select_loops(name.c_str()); });
@@ -235,3 +243,4 @@ PYBIND11_MODULE(_C, m) {
         .def("cancel", &pyddl::Alarm::cancel);
     m.def("checksum_in_hardware", &pyddl::checksum_in_hardware);
 }
+    m.def("copy_checksum", &copy_checksum, py::arg("source"), py::arg("target"), py::arg("value"));

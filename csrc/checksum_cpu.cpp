@@ -82,43 +82,65 @@ struct Shift {
     }
 };
 
-__attribute__((target("sse4.2"))) inline std::uint64_t take_word(std::uint64_t value,
-                                                                 const unsigned char* p) {
+// What is done with the bytes besides: nothing, a copy, or a copy past the caches.
+enum class Also { nothing, copy, stream };
+
+template <Also also>
+__attribute__((target("sse4.2"))) inline std::uint64_t take_word(std::uint64_t value, const unsigned char* p,
+                                                                 unsigned char* to) {
     std::uint64_t word;
     std::memcpy(&word, p, sizeof word);
+    if (also == Also::copy) std::memcpy(to, &word, sizeof word);
+    if (also == Also::stream) {
+        long long bits;
+        std::memcpy(&bits, &word, sizeof bits);
+        _mm_stream_si64(reinterpret_cast<long long*>(to), bits);
+    }
     return _mm_crc32_u64(value, word);
 }
 
 // The instruction takes three cycles but one can start in each: three streams of one block run side by side.
-template <std::size_t stream_bytes>
+template <std::size_t stream_bytes, Also also>
 __attribute__((target("sse4.2"))) std::uint64_t take_streams(std::uint64_t value, const unsigned char*& p,
-                                                             std::size_t& left) {
+                                                             unsigned char*& to, std::size_t& left) {
     static_assert(stream_bytes % 8 == 0, "streams are read by words");
     static const Shift shift(stream_bytes);
     while (left >= 3 * stream_bytes) {
         std::uint64_t second = 0;
         std::uint64_t third = 0;
         for (std::size_t k = 0; k < stream_bytes; k += 8) {
-            value = take_word(value, p + k);
-            second = take_word(second, p + stream_bytes + k);
-            third = take_word(third, p + 2 * stream_bytes + k);
+            value = take_word<also>(value, p + k, to + k);
+            second = take_word<also>(second, p + stream_bytes + k, to + stream_bytes + k);
+            third = take_word<also>(third, p + 2 * stream_bytes + k, to + 2 * stream_bytes + k);
         }
         value = shift(static_cast<std::uint32_t>(value)) ^ second;
         value = shift(static_cast<std::uint32_t>(value)) ^ third;
         p += 3 * stream_bytes;
+        if (also != Also::nothing) to += 3 * stream_bytes;
         left -= 3 * stream_bytes;
     }
     return value;
 }
 
-__attribute__((target("sse4.2"))) std::uint32_t checksum_by_instruction(const unsigned char* p,
-                                                                        std::size_t left,
-                                                                        std::uint32_t start) {
+// Copies from here on go past the caches: they hold little of so much, and what is written need not be read
+// first.
+constexpr std::size_t kStreamBytes = 1 << 20;
+
+template <Also also>
+__attribute__((target("sse4.2"))) std::uint32_t by_instruction(const unsigned char* p, unsigned char* to,
+                                                               std::size_t left, std::uint32_t start) {
     std::uint64_t value = ~start;
-    value = take_streams<4096>(value, p, left);
-    value = take_streams<256>(value, p, left);
-    for (; left >= 8; left -= 8, p += 8) value = take_word(value, p);
-    for (; left != 0; --left, ++p) value = _mm_crc32_u8(static_cast<std::uint32_t>(value), *p);
+    value = take_streams<4096, also>(value, p, to, left);
+    value = take_streams<256, also>(value, p, to, left);
+    for (; left >= 8; left -= 8, p += 8) {
+        value = take_word<also>(value, p, to);
+        if (also != Also::nothing) to += 8;
+    }
+    for (; left != 0; --left, ++p) {
+        value = _mm_crc32_u8(static_cast<std::uint32_t>(value), *p);
+        if (also != Also::nothing) *to++ = *p;
+    }
+    if (also == Also::stream) _mm_sfence();
     return ~static_cast<std::uint32_t>(value);
 }
 
@@ -154,9 +176,27 @@ std::uint32_t checksum_cpu(const void* data, std::size_t num_bytes, std::uint32_
 #ifdef PYDDL_X86_64
     static const bool in_hardware = checksum_in_hardware();
     if (in_hardware)
-        return checksum_by_instruction(static_cast<const unsigned char*>(data), num_bytes, value);
+        return by_instruction<Also::nothing>(static_cast<const unsigned char*>(data), nullptr, num_bytes,
+                                             value);
 #endif
     return checksum_by_tables(data, num_bytes, value);
+}
+
+std::uint32_t copy_checksum_cpu(void* to, const void* from, std::size_t num_bytes, std::uint32_t value) {
+#ifdef PYDDL_X86_64
+    static const bool in_hardware = checksum_in_hardware();
+    if (in_hardware) {
+        const auto* source = static_cast<const unsigned char*>(from);
+        auto* target = static_cast<unsigned char*>(to);
+        // Stores past the caches go by whole words: those of a target between two words would cross lines.
+        const bool is_aligned = reinterpret_cast<std::uintptr_t>(target) % 8 == 0;
+        if (num_bytes >= kStreamBytes && is_aligned)
+            return by_instruction<Also::stream>(source, target, num_bytes, value);
+        return by_instruction<Also::copy>(source, target, num_bytes, value);
+    }
+#endif
+    std::memcpy(to, from, num_bytes);
+    return checksum_by_tables(to, num_bytes, value);
 }
 
 }  // namespace pyddl

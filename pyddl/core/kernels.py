@@ -42,6 +42,7 @@ __all__ = [
     "decode_bf16",
     "describe_backends",
     "encode_bf16",
+    "copy_with_checksum",
     "load_word",
     "load_words",
     "merge_outer_step",
@@ -458,6 +459,34 @@ def _refuse_overlap(outputs: dict[str, NDArray[Any]], inputs: dict[str, NDArray[
                     f"{name} must not overlap {other} (kernels work out of place); got shared memory; "
                     "pass a buffer of its own"
                 )
+def copy_with_checksum(
+    source: NDArray[np.uint8], target: NDArray[np.uint8], value: int = 0, backend: str = "auto"
+) -> int:
+    """Copy bytes and return their CRC32C, in one pass.
+
+    Args:
+        source: [n] uint8.
+        target: [n] uint8, written; does not overlap source.
+        value: checksum of what came before; 0 starts anew.
+        backend: auto, cpu or reference.
+
+    Returns:
+        The checksum, as of :func:`checksum`.
+
+    Raises:
+        ShapeError: a wrong length, dtype, memory order or an overlap, or value is out of range.
+        KernelUnavailable: backend ``cpu`` is asked for and not built.
+    """
+    native = _native(backend)
+    n = _require_array("source", source, (_U8,))
+    _require_array("target", target, (_U8,), n, writable=True)
+    _refuse_overlap({"target": target}, {"source": source})
+    if native is None or not 0 <= value < 1 << 32:
+        target[:] = source
+        return checksum(source, value, backend)
+    return int(native.copy_checksum(source, target, value))
+
+
 
 
 def _span(array: NDArray[Any]) -> tuple[int, int]:

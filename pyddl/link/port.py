@@ -10,12 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.kernels import checksum, load_word, load_words, store_word
+from ..core.kernels import checksum, copy_with_checksum, load_word, load_words, store_word
 from ..errors import TransportError
 from .mailbox import (
     ANNOUNCED,
@@ -52,17 +52,6 @@ class Published:
     step: int
     floats: NDArray[np.float32] | NDArray[np.uint16]
     counters: NDArray[np.int64]
-    _checksums: dict[int, tuple[int, ...]] = field(default_factory=dict)
-
-    def checksums(self, geometry: Geometry) -> tuple[int, ...]:
-        """Of the counters, then of each rank's slice; computed once per group size."""
-        known = self._checksums.get(geometry.num_ranks)
-        if known is None:
-            raw = self.floats.view(np.uint8)
-            slices = [geometry.slice_bytes(len(self.floats), g) for g in range(geometry.num_ranks)]
-            known = (checksum(self.counters), *(checksum(raw[a:b]) for a, b in slices))
-            self._checksums[geometry.num_ranks] = known
-        return known
 
 
 @dataclass(frozen=True)
@@ -311,6 +300,13 @@ class Downlink:
 
     def _write(self, sequence: int, slot: int, item: Published, contains_round: int) -> tuple[int, int]:
         g, memory = self._port.geometry, self._port.memory
+        start = g.down_slot(slot) + g.down_header_bytes
+        checksums = [copy_with_checksum(item.counters.view(np.uint8), memory[start : start + item.counters.nbytes])]
+        start += item.counters.nbytes
+        raw = item.floats.view(np.uint8)
+        for rank in range(g.num_ranks):
+            low, high = g.slice_bytes(len(item.floats), rank)
+            checksums.append(copy_with_checksum(raw[low:high], memory[start + low : start + high]))
         header = DownHeader(
             run_token=self._port._run_token,
             sequence=sequence,
@@ -320,12 +316,8 @@ class Downlink:
             contains_round=contains_round,
             num_elements=len(item.floats),
             num_counters=len(item.counters),
-            checksums=item.checksums(g),
+            checksums=tuple(checksums),
         ).to_bytes(g)
-        start = g.down_slot(slot)
-        memory[start : start + len(header)] = np.frombuffer(header, dtype=np.uint8)
-        start += len(header)
-        memory[start : start + item.counters.nbytes] = item.counters.view(np.uint8)
-        start += item.counters.nbytes
-        memory[start : start + item.floats.nbytes] = item.floats.view(np.uint8)
+        at = g.down_slot(slot)
+        memory[at : at + len(header)] = np.frombuffer(header, dtype=np.uint8)
         return sequence, sequence << 32 | checksum(np.frombuffer(header, dtype=np.uint8))

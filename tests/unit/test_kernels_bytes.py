@@ -275,3 +275,27 @@ def test_describe_backends_with_the_compiled_module_names_its_loops():
 def test_unknown_backend_is_refused():
     with pytest.raises(ConfigError, match="auto, cpu, reference"):
         kernels.checksum(b"", backend="gpu")
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 767, 769, 12_289, (1 << 20) - 1, (1 << 20) + 5, 3_000_001])
+@pytest.mark.parametrize("shift", [0, 3])
+def test_copy_with_checksum_copies_all_and_nothing_else(n, shift, backend, rng):
+    if backend == "reference" and n > 1 << 20:
+        pytest.skip("the numpy version has no second way for much")
+    source = rng.integers(0, 256, n + 8, dtype=np.uint8)[shift : shift + n]
+    room = np.full(n + 32, 0xA5, np.uint8)
+    target = room[8 + shift : 8 + shift + n]
+    assert kernels.copy_with_checksum(source, target, 77, backend=backend) == kernels.checksum(source, 77)
+    np.testing.assert_array_equal(target, source)
+    assert (room[: 8 + shift] == 0xA5).all()
+    assert (room[8 + shift + n :] == 0xA5).all()
+
+
+def test_copy_with_checksum_of_wrong_arrays_refuses(backend):
+    room = np.zeros(64, np.uint8)
+    with pytest.raises(ShapeError, match="target must be"):
+        kernels.copy_with_checksum(room[:8], room[8:15], backend=backend)
+    with pytest.raises(ShapeError, match="target must not overlap source"):
+        kernels.copy_with_checksum(room[:8], room[4:12], backend=backend)
+    with pytest.raises(ShapeError, match="go on from"):
+        kernels.copy_with_checksum(room[:8], room[8:16], 1 << 32, backend=backend)
+
+
