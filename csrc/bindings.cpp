@@ -17,6 +17,7 @@
 #include "codec.h"
 #include "loops.h"
 #include "merge.h"
+#include "pool.h"
 #include "words.h"
 
 namespace py = pybind11;
@@ -55,6 +56,9 @@ class Buffer {
         }
         return static_cast<T*>(view_.buf);
     }
+    pyddl::Vector vector(pyddl::Element element, std::int64_t n, const char* name) const {
+        return {as<std::uint8_t>(pyddl::encoded_bytes(element, n), name), element};
+    }
     void* data() const { return view_.buf; }
     std::size_t num_bytes() const { return static_cast<std::size_t>(view_.len); }
 
@@ -79,6 +83,17 @@ class Buffer {
     Py_buffer view_;
 };
 
+pyddl::Element element_of(int number) {
+    if (number < 0 || number > 3)
+        fail("an element type must be 0 to 3; got " + std::to_string(number) + "; pass one");
+    return static_cast<pyddl::Element>(number);
+}
+
+pyddl::Element block_element_of(int number) {
+    if (number < 2) fail("a codec of blocks must be 2 or 3; got " + std::to_string(number) + "; pass one");
+    return element_of(number);
+}
+
 // A buffer that may be None.
 class OptionalBuffer {
   public:
@@ -102,14 +117,14 @@ auto without_lock(std::size_t num_bytes, Work work) {
     return work();
 }
 
-py::tuple merge_outer_step(const py::list& contributions, const std::vector<bool>& are_bf16,
+py::tuple merge_outer_step(const py::list& contributions, const std::vector<int>& elements,
                            const std::vector<double>& weights, std::int64_t n, const py::object& offsets,
                            const py::object& rules, const py::object& theta, const py::object& momentum,
                            const py::object& theta_out, const py::object& momentum_out,
-                           const py::object& wire_out, bool wire_is_bf16, bool nesterov, double lr,
-                           double mu) {
+                           const py::object& wire_out, bool wire_is_bf16, bool nesterov, double lr, double mu,
+                           int plan) {
     if (contributions.empty() || contributions.size() != weights.size() ||
-        weights.size() != are_bf16.size()) {
+        weights.size() != elements.size()) {
         fail(
             "contributions, weights and formats must have the same length, at least 1; got others; pass one "
             "each");
@@ -118,10 +133,7 @@ py::tuple merge_outer_step(const py::list& contributions, const std::vector<bool
     std::vector<std::unique_ptr<Buffer>> held;
     for (std::size_t i = 0; i < contributions.size(); ++i) {
         held.push_back(std::make_unique<Buffer>(contributions[i], "a contribution", false));
-        const void* data = are_bf16[i]
-                               ? static_cast<void*>(held.back()->as<std::uint16_t>(n, "a contribution"))
-                               : static_cast<void*>(held.back()->as<float>(n, "a contribution"));
-        arguments.contributions.push_back({data, are_bf16[i] ? pyddl::Element::bf16 : pyddl::Element::f32});
+        arguments.contributions.push_back(held.back()->vector(element_of(elements[i]), n, "a contribution"));
     }
     const Buffer rules_buffer(rules, "rules", false);
     const auto num_tensors = static_cast<std::int64_t>(rules_buffer.num_bytes());
@@ -146,6 +158,8 @@ py::tuple merge_outer_step(const py::list& contributions, const std::vector<bool
     arguments.wire_f32 = wire_is_bf16 ? nullptr : wire_buffer.as<float>(n, "wire_out");
     arguments.wire_bf16 = wire_is_bf16 ? wire_buffer.as<std::uint16_t>(n, "wire_out") : nullptr;
     arguments.outer = {lr, mu, nesterov};
+    if (plan < 0 || plan > 2) fail("a plan must be 0, 1 or 2; got " + std::to_string(plan) + "; pass 0");
+    arguments.plan = static_cast<pyddl::Plan>(plan);
     bool ascending = arguments.offsets[0] == 0 && arguments.offsets[num_tensors] == n;
     for (std::int64_t t = 0; t < num_tensors; ++t) {
         ascending = ascending && arguments.offsets[t] <= arguments.offsets[t + 1];
@@ -180,12 +194,42 @@ void decode_bf16(const py::object& bits, const py::object& out) {
     without_lock(in.num_bytes(), [&] { pyddl::decode_bf16_cpu(from, to, n); });
 }
 
+void encode_blocks(int number, const py::object& values, const py::object& residual, const py::object& out) {
+    const pyddl::Element element = block_element_of(number);
+    const Buffer in(values, "values", false);
+    const auto n = static_cast<std::int64_t>(in.num_bytes() / sizeof(float));
+    const OptionalBuffer carried(residual, "residual", true);
+    const Buffer blocks(out, "out", true);
+    const float* from = in.as<float>(n, "values");
+    float* left = carried.as<float>(n, "residual");
+    auto* to = blocks.as<std::uint8_t>(pyddl::encoded_bytes(element, n), "out");
+    without_lock(in.num_bytes(), [&] { pyddl::encode_blocks_cpu(element, from, left, to, n); });
+}
+
+void decode_blocks(int number, const py::object& blocks, const py::object& out) {
+    const pyddl::Element element = block_element_of(number);
+    const Buffer values(out, "out", true);
+    const auto n = static_cast<std::int64_t>(values.num_bytes() / sizeof(float));
+    const Buffer in(blocks, "blocks", false);
+    const auto* from = in.as<std::uint8_t>(pyddl::encoded_bytes(element, n), "blocks");
+    float* to = values.as<float>(n, "out");
+    without_lock(values.num_bytes(), [&] { pyddl::decode_blocks_cpu(element, from, to, n); });
+}
+
 std::uint32_t checksum(const py::object& buffer, std::uint32_t value, bool by_tables) {
     const Buffer in(buffer, "buffer", false);
     return without_lock(in.num_bytes(), [&] {
         return by_tables ? pyddl::checksum_by_tables(in.data(), in.num_bytes(), value)
                          : pyddl::checksum_cpu(in.data(), in.num_bytes(), value);
     });
+}
+
+std::uint32_t copy_checksum(const py::object& from, const py::object& to, std::uint32_t value) {
+    const Buffer in(from, "source", false);
+    const Buffer out(to, "target", true);
+    auto* target = out.as<std::uint8_t>(static_cast<std::int64_t>(in.num_bytes()), "target");
+    return without_lock(in.num_bytes(),
+                        [&] { return pyddl::copy_checksum_cpu(target, in.data(), in.num_bytes(), value); });
 }
 
 void load_words(const py::object& buffer, const py::object& offsets, const py::object& out) {
@@ -204,13 +248,17 @@ PYBIND11_MODULE(_C, m) {
     m.doc() =
         "Kernels of pyddl in C++, for pyddl.core.kernels, and Alarm, for pyddl.link.alarm; nobody else "
         "imports this.";
-    m.def("merge_outer_step", &merge_outer_step, py::arg("contributions"), py::arg("are_bf16"),
+    m.def("merge_outer_step", &merge_outer_step, py::arg("contributions"), py::arg("elements"),
           py::arg("weights"), py::arg("n"), py::arg("segments"), py::arg("rules"), py::arg("theta"),
           py::arg("momentum"), py::arg("theta_out"), py::arg("momentum_out"), py::arg("wire_out"),
-          py::arg("wire_is_bf16"), py::arg("nesterov"), py::arg("lr"), py::arg("mu"));
+          py::arg("wire_is_bf16"), py::arg("nesterov"), py::arg("lr"), py::arg("mu"), py::arg("plan") = 0);
     m.def("encode_bf16", &encode_bf16, py::arg("values"), py::arg("residual"), py::arg("out_bits"));
     m.def("decode_bf16", &decode_bf16, py::arg("bits"), py::arg("out"));
+    m.def("encode_blocks", &encode_blocks, py::arg("element"), py::arg("values"), py::arg("residual"),
+          py::arg("out"));
+    m.def("decode_blocks", &decode_blocks, py::arg("element"), py::arg("blocks"), py::arg("out"));
     m.def("checksum", &checksum, py::arg("buffer"), py::arg("value"), py::arg("by_tables") = false);
+    m.def("copy_checksum", &copy_checksum, py::arg("source"), py::arg("target"), py::arg("value"));
     m.def(
         "load_word",
         [](const py::object& buffer, std::int64_t offset) {
@@ -224,14 +272,8 @@ PYBIND11_MODULE(_C, m) {
         },
         py::arg("buffer"), py::arg("offset_bytes"), py::arg("value"));
     m.def("load_words", &load_words, py::arg("buffer"), py::arg("offsets"), py::arg("out"));
-std::uint32_t copy_checksum(const py::object& from, const py::object& to, std::uint32_t value) {
-    const Buffer in(from, "source", false);
-    const Buffer out(to, "target", true);
-    auto* target = out.as<std::uint8_t>(static_cast<std::int64_t>(in.num_bytes()), "target");
-    return without_lock(in.num_bytes(),
-                        [&] { return pyddl::copy_checksum_cpu(target, in.data(), in.num_bytes(), value); });
-}
-
+    m.def("num_threads", &pyddl::num_threads);
+    m.def("set_num_threads", &pyddl::set_num_threads, py::arg("count"));
     m.def("instruction_set", [] { return std::string(pyddl::loops().name); });
     m.def("select_instruction_set",
           [](const std::string& name) { return pyddl::select_loops(name.c_str()); });
@@ -243,4 +285,3 @@ std::uint32_t copy_checksum(const py::object& from, const py::object& to, std::u
         .def("cancel", &pyddl::Alarm::cancel);
     m.def("checksum_in_hardware", &pyddl::checksum_in_hardware);
 }
-    m.def("copy_checksum", &copy_checksum, py::arg("source"), py::arg("target"), py::arg("value"));

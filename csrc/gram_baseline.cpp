@@ -1,9 +1,10 @@
-// Dot products compiled for: baseline.
+// Gram matrix compiled for: baseline.
+#define PYDDL_WIDTH 2
 #include "gram.h"
 
 namespace pyddl {
-void dots_baseline(const double* a, const double* const* b, int count, std::int64_t n, double* out);
-void dots_baseline(const double* a, const double* const* b, int count, std::int64_t n, double* out) {
-    dots(a, b, count, n, out);
+void gram_baseline(const double* rows, const double* units, int count, std::int64_t n, double* out);
+void gram_baseline(const double* rows, const double* units, int count, std::int64_t n, double* out) {
+    gram(rows, units, count, n, out);
 }
 }  // namespace pyddl

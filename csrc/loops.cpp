@@ -7,25 +7,41 @@
 namespace pyddl {
 
 extern const Loops loops_baseline;
-#ifdef PYDDL_HAVE_AVX2
+#ifdef PYDDL_HAVE_X86_LOOPS
 extern const Loops loops_avx2;
+extern const Loops loops_avx512;
 #endif
 
 namespace {
 
-// By preference, best first; a null entry is one that this processor cannot run.
-const Loops* find(const char* name) {
-#ifdef PYDDL_HAVE_AVX2
+bool has_avx2() {
+#ifdef PYDDL_HAVE_X86_LOOPS
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-        (name == nullptr || std::strcmp(name, loops_avx2.name) == 0)) {
-        return &loops_avx2;
-    }
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#else
+    return false;
 #endif
-    if (name == nullptr || std::strcmp(name, loops_baseline.name) == 0) {
-        return &loops_baseline;
-    }
-    return nullptr;
+}
+
+bool has_avx512() {
+#ifdef PYDDL_HAVE_X86_LOOPS
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#else
+    return false;
+#endif
+}
+
+// The best table that this processor can run, or the one of that name if it can.
+const Loops* find(const char* name) {
+    const auto wanted = [name](const Loops& table) {
+        return name == nullptr || std::strcmp(name, table.name) == 0;
+    };
+#ifdef PYDDL_HAVE_X86_LOOPS
+    if (has_avx512() && wanted(loops_avx512)) return &loops_avx512;
+    if (has_avx2() && wanted(loops_avx2)) return &loops_avx2;
+#endif
+    return wanted(loops_baseline) ? &loops_baseline : nullptr;
 }
 
 std::atomic<const Loops*> chosen{nullptr};

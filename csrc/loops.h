@@ -1,8 +1,8 @@
 // The hot inner loops, one table per instruction set, chosen once at run time.
 //
-// Here: loops over at most a block of contiguous elements. Not here: anything that knows of tensors, weights
-// or rules. Every table gives the same bits: sums have kLanes fixed lanes, and nothing is contracted into FMA
-// but exact products.
+// Here: loops over at most a block of contiguous elements, none of which crosses a multiple of kBlock. Not
+// here: anything that knows of tensors, weights or rules. Every table gives the same bits: sums have kLanes
+// fixed lanes, and nothing is contracted into FMA but exact products.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +11,9 @@
 
 namespace pyddl {
 
-constexpr int kLanes = 8;    // partial sums of a dot product
-constexpr int kMaxDots = 4;  // dot products with one common factor in a single sweep
-constexpr int kBlock = 256;  // elements of a block; a multiple of kLanes; a row of doubles takes 2 KiB of L1
+constexpr int kLanes = 8;                 // partial sums of a dot product
+constexpr int kBlock = kCodecBlock;       // elements of a block; a row of doubles takes 2 KiB of L1
+constexpr int kStride = kBlock + kLanes;  // from row to row: not all of them on the same few lines of a cache
 
 struct OuterRule {
     double lr;
@@ -31,16 +31,31 @@ struct ModelBlock {
 
 struct Loops {
     const char* name;
-    // dst[k] = src[first + k] for k < n; zeros follow up to a multiple of kLanes.
-    void (*widen)(Vector src, std::int64_t first, std::int64_t n, double* dst);
-    // out[j] = sum_k a[k] * b[j][k], j < count <= kMaxDots; n is a multiple of kLanes.
-    void (*dots)(const double* a, const double* const* b, int count, std::int64_t n, double* out);
-    // sum[k] += c * row[k].
-    void (*add_scaled)(double c, const double* row, std::int64_t n, double* sum);
+    // units[i] * rows[i * kStride + k] = v[i][first + k] for k < n <= kBlock; zeros follow up to a multiple
+    // of kLanes. A unit is 1, or a block's scale: the rows then hold small integers.
+    void (*widen)(const Vector* v, int count, std::int64_t first, std::int64_t n, double* rows,
+                  double* units);
+    // out[i * count + j] += units[i] * units[j] * sum_k rows[i][k] * rows[j][k] for i <= j < count, and some
+    // of the lower triangle; n is a multiple of kLanes.
+    void (*gram)(const double* rows, const double* units, int count, std::int64_t n, double* out);
+    // squares[i] += sum_k v[i][first + k]^2.
+    void (*squares)(const Vector* v, int count, std::int64_t first, std::int64_t n, double* squares);
+    // sum[k] = sum_i c[i] * v[i][first + k], zeros up to a multiple of kLanes; where squares is not null, as
+    // above.
+    void (*weighted_sum)(const Vector* v, const double* c, int count, std::int64_t first, std::int64_t n,
+                         double* sum, double* squares);
+    // The sum of g's squares; n is a multiple of kLanes. Not exact products: never fused.
+    double (*square)(const double* g, std::int64_t n);
+    // out[k] = g[k], rounded; g[k] = factor * values[k].
+    void (*narrow)(const double* g, std::int64_t n, float* out);
+    void (*scale)(const float* values, double factor, std::int64_t n, double* g);
     // One outer step with the merged outer gradient g; true if every element of theta_out is finite.
     bool (*step)(const double* g, ModelBlock model, std::int64_t n, OuterRule rule);
     void (*encode_bf16)(const float* values, float* residual, std::uint16_t* out, std::int64_t n);
     void (*decode_bf16)(const std::uint16_t* bits, float* out, std::int64_t n);
+    // One block of n <= kCodecBlock values; see codec.h.
+    void (*encode_int8)(const float* values, float* residual, std::int64_t n, std::uint8_t* block);
+    void (*encode_int4)(const float* values, float* residual, std::int64_t n, std::uint8_t* block);
 };
 
 // The table in use: the best that this processor can run, unless select_loops named another.

@@ -1,14 +1,13 @@
-// The inner loops but the dot products. Included by one file per instruction set, which sets the compiler's
-// flags.
+// The inner loops but the Gram matrix. Included by one file per instruction set; see lanes.h.
 //
-// Plain loops that the compiler vectorises; elementwise, so that the width of a vector changes no bit. The
-// warning of gram.h about the standard library holds here too.
+// Sums over elements go by lanes; all else is elementwise, plain loops that the compiler vectorises, so that
+// the width of a vector changes no bit.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#include "loops.h"
+#include "lanes.h"
 
 namespace pyddl {
 namespace {
@@ -35,27 +34,240 @@ inline std::uint32_t bf16_of(std::uint32_t bits) {
     return (bits & 0x7fffffffu) > kExponent ? quiet : rounded;
 }
 
-void widen(Vector src, std::int64_t first, std::int64_t n, double* __restrict dst) {
-    if (src.element == Element::f32) {
-        const float* values = static_cast<const float*>(src.data) + first;
-        for (std::int64_t k = 0; k < n; ++k) {
-            dst[k] = static_cast<double>(values[k]);
-        }
-    } else {
-        const std::uint16_t* bits = static_cast<const std::uint16_t*>(src.data) + first;
-        for (std::int64_t k = 0; k < n; ++k) {
-            dst[k] = static_cast<double>(float_of(static_cast<std::uint32_t>(bits[k]) << 16));
-        }
-    }
-    for (std::int64_t k = n; k % kLanes != 0; ++k) {
-        dst[k] = 0.0;
+constexpr int kGroup = kWidth == 8 ? 8 : 4;  // vectors that one sweep of a loop reads side by side
+constexpr std::int64_t kAhead = kBlock;  // elements: the next block is fetched while this one is worked on
+
+// The value of each code of int4 in units of the scale; the upper half is the negative of the lower.
+constexpr std::int8_t kInt4Values[16] = {0, 1, 2, 4, 8, 16, 32, 64, 0, -1, -2, -4, -8, -16, -32, -64};
+
+typedef std::uint8_t Bytes __attribute__((vector_size(16)));
+typedef std::uint8_t BytesInMemory __attribute__((vector_size(16), aligned(1), may_alias));
+
+// The values of a block of int4, in units of its scale.
+void unpack_int4(const std::uint8_t* codes, std::int8_t* out) {
+    Bytes table;
+    __builtin_memcpy(&table, kInt4Values, sizeof table);
+    for (std::int64_t j = 0; j < kCodecBlock / 2; j += 16) {
+        const Bytes both = *reinterpret_cast<const BytesInMemory*>(codes + j);
+        *reinterpret_cast<BytesInMemory*>(out + j) = __builtin_shuffle(table, both & 15);
+        *reinterpret_cast<BytesInMemory*>(out + kCodecBlock / 2 + j) = __builtin_shuffle(table, both >> 4);
     }
 }
 
-void add_scaled(double c, const double* __restrict row, std::int64_t n, double* __restrict sum) {
-    for (std::int64_t k = 0; k < n; ++k) {
-        sum[k] += c * row[k];
+// Element `first` of a vector in blocks: its code and those behind it, and the scale. `room` takes what is
+// unpacked.
+struct Codes {
+    const std::int8_t* values;
+    double unit;
+
+    Codes(Vector v, std::int64_t first, std::int8_t* room) {
+        const std::int64_t bytes = v.element == Element::int8 ? kInt8BlockBytes : kInt4BlockBytes;
+        const std::uint8_t* block = static_cast<const std::uint8_t*>(v.data) + first / kCodecBlock * bytes;
+        float scale;
+        __builtin_memcpy(&scale, block, sizeof scale);
+        unit = static_cast<double>(scale);
+        if (v.element == Element::int8) {
+            values = reinterpret_cast<const std::int8_t*>(block + sizeof scale);
+        } else {
+            unpack_int4(block + sizeof scale, room);
+            values = room;
+        }
+        values += first % kCodecBlock;
     }
+};
+
+template <class T>
+void widen_one(const T* from, std::int64_t n, double* to) {
+    const std::int64_t whole = n / kLanes * kLanes;
+    for (std::int64_t k = 0; k < whole; k += kLanes) {
+        __builtin_prefetch(from + k + kAhead);
+        for (int part = 0; part < kParts; ++part) {
+            store(to + k + part * kWidth, load_wide(from + k + part * kWidth));
+        }
+    }
+    if (whole < n) {
+        T rest[kLanes] = {};
+        for (std::int64_t k = whole; k < n; ++k) rest[k - whole] = from[k];
+        for (int part = 0; part < kParts; ++part) {
+            store(to + whole + part * kWidth, load_wide(rest + part * kWidth));
+        }
+    }
+}
+
+// The sums of count vectors' squares, added to squares; where with_sum, sum = c_0 v_0 + ... added to what is
+// there unless fresh.
+template <class T, int count, bool with_sum, bool with_squares>
+struct Terms {
+    const T* from[count];
+    double factor[count];
+    double unit[count];
+    Doubles partial[count][kParts] = {};
+
+    void row(const T* const* at, bool fresh, double* sum) {
+        for (int part = 0; part < kParts; ++part) {
+            Doubles total = {};
+            if (with_sum && !fresh) total = load(sum + part * kWidth);
+            for (int i = 0; i < count; ++i) {
+                const Doubles x = load_wide(at[i] + part * kWidth);
+                if (with_sum) total += factor[i] * x;
+                if (with_squares) partial[i][part] = add_exact_product(x, x, partial[i][part]);
+            }
+            if (with_sum) store(sum + part * kWidth, total);
+        }
+    }
+
+    void run(std::int64_t n, bool fresh, double* sum, double* squares) {
+        const std::int64_t whole = n / kLanes * kLanes;
+        const T* at[count];
+        for (int i = 0; i < count; ++i) at[i] = from[i];
+        for (std::int64_t k = 0; k < whole; k += kLanes) {
+            for (int i = 0; i < count; ++i) __builtin_prefetch(at[i] + kAhead);
+            row(at, fresh, sum + k);
+            for (int i = 0; i < count; ++i) at[i] += kLanes;
+        }
+        if (whole < n) {
+            T rest[count][kLanes] = {};
+            for (int i = 0; i < count; ++i) {
+                for (std::int64_t k = whole; k < n; ++k) rest[i][k - whole] = from[i][k];
+                at[i] = rest[i];
+            }
+            row(at, fresh, sum + whole);
+        }
+        if (with_squares) {
+            for (int i = 0; i < count; ++i) squares[i] += unit[i] * unit[i] * sum_of_lanes(partial[i]);
+        }
+    }
+};
+
+// Neighbours of one element type.
+struct Group {
+    const void* from[kGroup];
+    double factor[kGroup];
+    double unit[kGroup];
+};
+
+template <class T, int count, bool with_sum, bool with_squares>
+void add_terms(const Group& group, std::int64_t n, bool fresh, double* sum, double* squares) {
+    Terms<T, count, with_sum, with_squares> terms;
+    for (int i = 0; i < count; ++i) {
+        terms.from[i] = static_cast<const T*>(group.from[i]);
+        terms.factor[i] = group.factor[i];
+        terms.unit[i] = group.unit[i];
+    }
+    terms.run(n, fresh, sum, squares);
+}
+
+template <class T, int count>
+void add_terms(const Group& group, std::int64_t n, bool fresh, double* sum, double* squares) {
+    if (sum == nullptr)
+        add_terms<T, count, false, true>(group, n, fresh, sum, squares);
+    else if (squares == nullptr)
+        add_terms<T, count, true, false>(group, n, fresh, sum, squares);
+    else
+        add_terms<T, count, true, true>(group, n, fresh, sum, squares);
+}
+
+template <class T>
+void add_group(int count, const Group& group, std::int64_t n, bool fresh, double* sum, double* squares) {
+    switch (count) {
+        case 1:
+            return add_terms<T, 1>(group, n, fresh, sum, squares);
+        case 2:
+            return add_terms<T, 2>(group, n, fresh, sum, squares);
+        case 3:
+            return add_terms<T, 3>(group, n, fresh, sum, squares);
+        case 4:
+            return add_terms<T, 4>(group, n, fresh, sum, squares);
+#if PYDDL_WIDTH == 8
+        case 5:
+            return add_terms<T, 5>(group, n, fresh, sum, squares);
+        case 6:
+            return add_terms<T, 6>(group, n, fresh, sum, squares);
+        case 7:
+            return add_terms<T, 7>(group, n, fresh, sum, squares);
+        default:
+            return add_terms<T, 8>(group, n, fresh, sum, squares);
+#endif
+    }
+}
+
+// Groups of neighbours of one element type, in order; sum null: squares only.
+void add_all(const Vector* v, const double* c, int count, std::int64_t first, std::int64_t n, double* sum,
+             double* squares) {
+    std::int8_t room[kGroup][kCodecBlock];
+    for (int i = 0; i < count;) {
+        int size = 1;
+        while (size < kGroup && i + size < count && v[i + size].element == v[i].element) ++size;
+        Group group;
+        for (int j = 0; j < size; ++j) {
+            const Vector& vector = v[i + j];
+            group.unit[j] = 1.0;
+            if (vector.element == Element::f32) {
+                group.from[j] = static_cast<const float*>(vector.data) + first;
+            } else if (vector.element == Element::bf16) {
+                group.from[j] = static_cast<const std::uint16_t*>(vector.data) + first;
+            } else {
+                const Codes codes(vector, first, room[j]);
+                group.from[j] = codes.values;
+                group.unit[j] = codes.unit;
+            }
+            group.factor[j] = c == nullptr ? 0.0 : c[i + j] * group.unit[j];
+        }
+        double* into = squares == nullptr ? nullptr : squares + i;
+        if (v[i].element == Element::f32)
+            add_group<float>(size, group, n, i == 0, sum, into);
+        else if (v[i].element == Element::bf16)
+            add_group<std::uint16_t>(size, group, n, i == 0, sum, into);
+        else
+            add_group<std::int8_t>(size, group, n, i == 0, sum, into);
+        i += size;
+    }
+}
+
+void widen(const Vector* v, int count, std::int64_t first, std::int64_t n, double* rows, double* units) {
+    std::int8_t room[kCodecBlock];
+    for (int i = 0; i < count; ++i) {
+        double* to = rows + i * kStride;
+        units[i] = 1.0;
+        if (v[i].element == Element::f32) {
+            widen_one(static_cast<const float*>(v[i].data) + first, n, to);
+        } else if (v[i].element == Element::bf16) {
+            widen_one(static_cast<const std::uint16_t*>(v[i].data) + first, n, to);
+        } else {
+            const Codes codes(v[i], first, room);
+            widen_one(codes.values, n, to);
+            units[i] = codes.unit;
+        }
+    }
+}
+
+void squares(const Vector* v, int count, std::int64_t first, std::int64_t n, double* out) {
+    add_all(v, nullptr, count, first, n, nullptr, out);
+}
+
+void weighted_sum(const Vector* v, const double* c, int count, std::int64_t first, std::int64_t n,
+                  double* sum, double* out) {
+    add_all(v, c, count, first, n, sum, out);
+}
+
+double square(const double* g, std::int64_t n) {
+    Doubles partial[kParts] = {};
+    for (std::int64_t k = 0; k < n; k += kLanes) {
+        for (int part = 0; part < kParts; ++part) {
+            const Doubles x = load(g + k + part * kWidth);
+            partial[part] += x * x;
+        }
+    }
+    return sum_of_lanes(partial);
+}
+
+void narrow(const double* __restrict g, std::int64_t n, float* __restrict out) {
+    for (std::int64_t k = 0; k < n; ++k) out[k] = static_cast<float>(g[k]);
+}
+
+void scale(const float* __restrict values, double factor, std::int64_t n, double* __restrict g) {
+    for (std::int64_t k = 0; k < n; ++k) g[k] = factor * static_cast<double>(values[k]);
+    for (std::int64_t k = n; k % kLanes != 0; ++k) g[k] = 0.0;
 }
 
 bool step(const double* __restrict g, ModelBlock model, std::int64_t n, OuterRule rule) {
@@ -110,6 +322,98 @@ void decode_bf16(const std::uint16_t* __restrict bits, float* __restrict out, st
     for (std::int64_t k = 0; k < n; ++k) {
         out[k] = float_of(static_cast<std::uint32_t>(bits[k]) << 16);
     }
+}
+
+// The largest magnitude of a block as the bits of a float32; from kExponent on something in it is not finite.
+inline std::uint32_t largest_of(const float* x, std::int64_t n) {
+    std::uint32_t largest = 0;
+    for (std::int64_t k = 0; k < n; ++k) {
+        const std::uint32_t magnitude = bits_of(x[k]) & 0x7fffffffu;
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    return largest;
+}
+
+constexpr float kSmallestNormal = 0x1p-126f;
+
+// Of a block: x = values + residual with zeros behind, the scale that gives the largest value the code
+// `most`, and what to multiply by to come to codes. A scale below the normal numbers is 0, and so are all
+// codes.
+struct BlockIn {
+    float x[kCodecBlock];
+    float scale;
+    float inverse;
+    bool finite;
+
+    BlockIn(const float* values, const float* residual, std::int64_t n, float most) {
+        for (std::int64_t k = 0; k < n; ++k) x[k] = values[k];
+        if (residual != nullptr) {
+            for (std::int64_t k = 0; k < n; ++k) x[k] += residual[k];
+        }
+        for (std::int64_t k = n; k < kCodecBlock; ++k) x[k] = 0.0f;
+        const std::uint32_t largest = largest_of(x, kCodecBlock);
+        finite = largest < kExponent;
+        scale = finite ? float_of(largest) / most : float_of(0x7fc00000u);
+        if (scale < kSmallestNormal) scale = 0.0f;
+        inverse = finite && scale > 0.0f ? 1.0f / scale : 0.0f;
+    }
+
+    // Writes what the codes lose.
+    void keep(const std::int8_t* codes, float* residual, std::int64_t n) const {
+        if (residual == nullptr) return;
+        const double unit = static_cast<double>(scale);
+        if (!finite) {
+            for (std::int64_t k = 0; k < n; ++k) residual[k] = 0.0f;
+            return;
+        }
+        for (std::int64_t k = 0; k < n; ++k) {
+            residual[k] =
+                static_cast<float>(static_cast<double>(x[k]) - unit * static_cast<double>(codes[k]));
+        }
+    }
+};
+
+// To nearest even, of |x| < 2^22: what is added leaves no room for a fraction.
+constexpr float kNoFraction = 12582912.0f;
+
+void encode_int8(const float* values, float* residual, std::int64_t n, std::uint8_t* block) {
+    const BlockIn in(values, residual, n, 127.0f);
+    std::int8_t codes[kCodecBlock];
+    for (std::int64_t k = 0; k < kCodecBlock; ++k) {
+        const float scaled = in.finite ? in.x[k] * in.inverse : 0.0f;
+        codes[k] = static_cast<std::int8_t>(static_cast<std::int32_t>((scaled + kNoFraction) - kNoFraction));
+    }
+    in.keep(codes, residual, n);
+    __builtin_memcpy(block, &in.scale, sizeof in.scale);
+    __builtin_memcpy(block + sizeof in.scale, codes, sizeof codes);
+}
+
+void encode_int4(const float* values, float* residual, std::int64_t n, std::uint8_t* block) {
+    const BlockIn in(values, residual, n, 64.0f);
+    std::uint8_t nibbles[kCodecBlock];
+    for (std::int64_t k = 0; k < kCodecBlock; ++k) {
+        const std::uint32_t bits = bits_of(in.x[k]);
+        const float scaled = float_of(bits & 0x7fffffffu) * in.inverse;
+        // From the middle between two powers of two on, half a mantissa more is the next exponent. Below 1
+        // the next value is 0 and the middle is 1/2.
+        const std::int32_t power = static_cast<std::int32_t>((bits_of(scaled) + 0x00400000u) >> 23) - 126;
+        const std::int32_t least = scaled >= 0.5f ? 1 : 0;
+        std::int32_t exponent = power > least ? power : least;
+        exponent = exponent > 7 ? 7 : exponent;
+        exponent = in.finite ? exponent : 0;
+        nibbles[k] = static_cast<std::uint8_t>(exponent | static_cast<std::int32_t>((bits >> 28) & 8u));
+    }
+    std::uint8_t packed[kCodecBlock / 2];
+    for (std::int64_t j = 0; j < kCodecBlock / 2; ++j) {
+        packed[j] = static_cast<std::uint8_t>(nibbles[j] | nibbles[j + kCodecBlock / 2] << 4);
+    }
+    if (residual != nullptr) {
+        std::int8_t codes[kCodecBlock];
+        unpack_int4(packed, codes);
+        in.keep(codes, residual, n);
+    }
+    __builtin_memcpy(block, &in.scale, sizeof in.scale);
+    __builtin_memcpy(block + sizeof in.scale, packed, sizeof packed);
 }
 
 }  // namespace

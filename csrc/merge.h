@@ -12,6 +12,9 @@ namespace pyddl {
 
 enum class Rule : std::uint8_t { mean = 0, rda = 1, buffer = 2 };
 
+// How RDA is computed: through the Gram matrix, or through the mean direction, kept in theta_out meanwhile.
+enum class Plan : std::uint8_t { by_number = 0, gram = 1, direction = 2 };
+
 struct MergeArguments {
     std::vector<Vector> contributions;  // M vectors of n elements
     std::vector<double> weights;        // M, each > 0 and finite
@@ -22,6 +25,7 @@ struct MergeArguments {
     float* wire_f32;           // null, or n elements: a copy of theta_out
     std::uint16_t* wire_bf16;  // null, or n elements: theta_out rounded
     OuterRule outer;
+    Plan plan;
 };
 
 struct MergeReport {
@@ -32,6 +36,7 @@ struct MergeReport {
     bool theta_finite;
 };
 
+// By all threads of the pool; bit-equal for any number of them.
 MergeReport merge_outer_step_cpu(const MergeArguments& arguments);
 
 }  // namespace pyddl

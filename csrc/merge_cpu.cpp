@@ -1,22 +1,51 @@
-// Merge and outer step on the CPU, one thread.
+// Merge and outer step on the CPU.
 //
-// Tensor by tensor, so that a small tensor is still in the cache when its second sweep starts. RDA takes two
-// sweeps over the inputs: the Gram matrix, from which every norm and the norm of the mean direction follow,
-// then the weighted sum fused with the outer step. A mean takes one. All sums are in double, block by block
-// in a fixed order.
+// A tensor is cut into chunks, always the same ones, and each chunk into blocks that stay in the first-level
+// cache. What a chunk adds to a sum (a norm, a Gram matrix) is kept for itself and added up in order, so that
+// the number of threads changes no bit. All sums are in double.
+//
+// A mean takes one sweep over the inputs. RDA needs every norm and the norm of the mean direction before its
+// first element can be written:
+//
+//     gram       sweep 1: the Gram matrix of the contributions, from which both follow; sweep 2: weighted sum
+//     and step.
+//                M (M + 1) / 2 products an element: for a small number of contributions
+//     direction  sweep 1: the norms; sweep 2: the mean direction, into theta_out for the time being, and its
+//     norm;
+//                sweep 3, over that alone: scaling and step. 2 M products an element
+//
+// A tensor that is small enough is done by one thread from end to end while its contributions are in that
+// thread's second-level cache; the sweeps over a large one are shared.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <numeric>
 
-#include "codec.h"
 #include "merge.h"
+#include "pool.h"
 
 namespace pyddl {
 namespace {
 
 // Through a Gram matrix in double a mean direction can be told from zero down to this norm, not below.
 constexpr double kShortestDirection = 1e-6;
+constexpr std::int64_t kChunk = 64 * kBlock;     // elements whose sums are kept for themselves
+constexpr std::int64_t kCacheBytes = 512 << 10;  // of contributions that one thread keeps in its cache
+constexpr int kMostForGram =
+    3;  // measured: above, the products of the Gram matrix cost more than another sweep
+
+struct Chunk {
+    std::int64_t tensor;
+    std::int64_t begin;
+    std::int64_t end;
+};
+
+// What a thread works with.
+struct Desk {
+    std::vector<double> rows;   // one block of every contributor, widened
+    std::vector<double> units;  // of the rows
+    std::vector<double> sum;    // one block of the merged outer gradient
+};
 
 class Merge {
   public:
@@ -24,177 +53,285 @@ class Merge {
         : arguments_(arguments),
           loops_(loops()),
           num_(static_cast<int>(arguments.contributions.size())),
-          rows_(static_cast<std::size_t>(num_) * kBlock),
-          sum_(kBlock),
-          gram_(static_cast<std::size_t>(num_) * static_cast<std::size_t>(num_)),
+          size_(static_cast<std::size_t>(num_)),
+          plan_(arguments.plan != Plan::by_number ? arguments.plan
+                : num_ <= kMostForGram            ? Plan::gram
+                                                  : Plan::direction),
           weights_(arguments.weights),
-          coefficients_(static_cast<std::size_t>(num_)),
-          squares_(static_cast<std::size_t>(num_), 0.0),
-          finite_(static_cast<std::size_t>(num_), true) {
+          desks_(static_cast<std::size_t>(num_threads())) {
         // Divided by the largest first: the sum of finite weights may not be finite.
         const double largest = *std::max_element(weights_.begin(), weights_.end());
         for (double& weight : weights_) weight /= largest;
         const double total = std::accumulate(weights_.begin(), weights_.end(), 0.0);
         for (double& weight : weights_) weight /= total;
+        cut();
     }
 
     MergeReport run() {
-        for (std::int64_t t = 0; t < arguments_.num_tensors; ++t) {
-            const std::int64_t begin = arguments_.offsets[t];
-            const std::int64_t end = arguments_.offsets[t + 1];
-            const Rule rule = static_cast<Rule>(arguments_.rules[t]);
-            // One contributor: RDA is the identity, as the mean is, and the mean is exact.
-            if (rule == Rule::rda && num_ > 1) {
-                sweep_gram(begin, end);
-                if (all_finite_) {
-                    choose_coefficients();
-                    sweep_step(begin, end, rule, false);
-                }
-            } else {
-                coefficients_ = weights_;
-                sweep_step(begin, end, rule, true);
+        const auto do_small = [this](std::int64_t job, int worker) {
+            for (std::int64_t t = jobs_[idx(job)]; t < jobs_[idx(job + 1)]; ++t) {
+                if (!is_large_[idx(t)]) do_tensor(t, desk(worker));
             }
-        }
-        MergeReport report;
-        report.finite = finite_;
-        report.norms.reserve(squares_.size());
-        for (const double square : squares_) report.norms.push_back(std::sqrt(square));
-        report.merged_norm = std::sqrt(merged_square_);
-        report.cancelled = cancelled_;
-        report.theta_finite = theta_finite_;
-        return report;
+        };
+        for_each_task(static_cast<std::int64_t>(jobs_.size()) - 1, do_small);
+        if (!large_.empty()) do_large();
+        return report();
     }
 
   private:
-    double* row(int i) { return rows_.data() + static_cast<std::ptrdiff_t>(i) * kBlock; }
-    double& gram(int i, int j) {
-        return gram_[static_cast<std::size_t>(i) * static_cast<std::size_t>(num_) +
-                     static_cast<std::size_t>(j)];
+    static std::size_t idx(std::int64_t i) { return static_cast<std::size_t>(i); }
+    // Blocks end at multiples of kBlock, where those of the codecs do.
+    static std::int64_t to_block_end(std::int64_t first, std::int64_t end) {
+        return std::min(kBlock - first % kBlock, end - first);
     }
     static std::int64_t padded(std::int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
+    Rule rule(std::int64_t tensor) const { return static_cast<Rule>(arguments_.rules[tensor]); }
+    // One contributor: RDA is the identity, as the mean is, and the mean is exact.
+    bool is_radial(std::int64_t tensor) const { return rule(tensor) == Rule::rda && num_ > 1; }
+    double* squares(std::int64_t chunk) { return squares_.data() + idx(chunk) * size_; }
+    double* grams(std::int64_t chunk) { return grams_.data() + idx(chunk) * size_ * size_; }
+    double* coefficients(std::int64_t tensor) { return coefficients_.data() + idx(tensor) * size_; }
 
-    // A sum of squares of float32 in double cannot overflow: it is finite if and only if every element is.
-    void add_square(int i, double square) {
-        squares_[static_cast<std::size_t>(i)] += square;
-        if (!std::isfinite(square)) {
-            finite_[static_cast<std::size_t>(i)] = false;
-            all_finite_ = false;
+    Desk& desk(int worker) {
+        Desk& mine = desks_[static_cast<std::size_t>(worker)];
+        if (mine.sum.empty()) {
+            mine.sum.resize(kStride);
+            mine.units.resize(size_);
+            if (plan_ == Plan::gram) mine.rows.resize(size_ * kStride);
         }
+        return mine;
     }
 
-    void sweep_gram(std::int64_t begin, std::int64_t end) {
-        std::fill(gram_.begin(), gram_.end(), 0.0);
-        const double* partners[kMaxDots];
-        double products[kMaxDots];
-        for (std::int64_t first = begin; first < end; first += kBlock) {
-            const std::int64_t n = std::min<std::int64_t>(kBlock, end - first);
-            for (int i = 0; i < num_; ++i) {
-                loops_.widen(arguments_.contributions[static_cast<std::size_t>(i)], first, n, row(i));
+    // Chunks, which of the tensors are large, and jobs: runs of tensors that are one thread's work.
+    void cut() {
+        const std::int64_t num_tensors = arguments_.num_tensors;
+        is_large_.resize(idx(num_tensors));
+        first_chunk_.push_back(0);
+        jobs_.push_back(0);
+        std::int64_t in_job = 0;
+        for (std::int64_t t = 0; t < num_tensors; ++t) {
+            const std::int64_t begin = arguments_.offsets[t];
+            const std::int64_t end = arguments_.offsets[t + 1];
+            for (std::int64_t at = begin, next; at < end; at = next) {
+                next = std::min((at / kChunk + 1) * kChunk, end);
+                chunks_.push_back({t, at, next});
             }
-            for (int i = 0; i < num_; ++i) {
-                for (int j = i; j < num_; j += kMaxDots) {
-                    const int count = std::min(kMaxDots, num_ - j);
-                    for (int k = 0; k < count; ++k) partners[k] = row(j + k);
-                    loops_.dots(row(i), partners, count, padded(n), products);
-                    for (int k = 0; k < count; ++k) gram(i, j + k) += products[k];
-                }
+            first_chunk_.push_back(static_cast<std::int64_t>(chunks_.size()));
+            const std::int64_t fits = is_radial(t) ? kCacheBytes / (4 * num_) : kChunk;
+            is_large_[idx(t)] = end - begin > std::max<std::int64_t>(fits, kBlock);
+            if (is_large_[idx(t)]) {
+                for (std::int64_t c = first_chunk_[idx(t)]; c < first_chunk_[idx(t + 1)]; ++c)
+                    large_.push_back(c);
+            } else {
+                in_job += end - begin;
+            }
+            if (in_job >= kChunk || t + 1 == num_tensors) {
+                jobs_.push_back(t + 1);
+                in_job = 0;
             }
         }
-        for (int i = 0; i < num_; ++i) add_square(i, gram(i, i));
+        squares_.assign(chunks_.size() * size_, 0.0);
+        merged_squares_.assign(chunks_.size(), 0.0);
+        lengths_.assign(chunks_.size(), 0.0);
+        theta_finite_.assign(chunks_.size(), true);
+        ends_.assign(idx(num_tensors), End::mean);
+        coefficients_.resize(idx(num_tensors) * size_);
+        if (plan_ == Plan::gram) grams_.assign(chunks_.size() * size_ * size_, 0.0);
+    }
+
+    void do_tensor(std::int64_t t, Desk& mine) {
+        const std::int64_t first = first_chunk_[idx(t)];
+        const std::int64_t last = first_chunk_[idx(t + 1)];
+        if (is_radial(t)) {
+            for (std::int64_t c = first; c < last; ++c) measure(c, mine);
+            choose(t);
+            if (plan_ == Plan::direction) {
+                for (std::int64_t c = first; c < last; ++c) direct(c, mine);
+                scale(t);
+            }
+        }
+        for (std::int64_t c = first; c < last; ++c) finish(c, mine);
+    }
+
+    void do_large() {
+        const auto count = static_cast<std::int64_t>(large_.size());
+        const auto for_chunks = [&](void (Merge::*sweep)(std::int64_t, Desk&), bool only_radial) {
+            for_each_task(count, [&](std::int64_t task, int worker) {
+                const std::int64_t c = large_[idx(task)];
+                if (!only_radial || is_radial(chunks_[idx(c)].tensor)) (this->*sweep)(c, desk(worker));
+            });
+        };
+        const auto for_tensors = [&](void (Merge::*decide)(std::int64_t)) {
+            for (std::int64_t t = 0; t < arguments_.num_tensors; ++t) {
+                if (is_large_[idx(t)] && is_radial(t)) (this->*decide)(t);
+            }
+        };
+        for_chunks(&Merge::measure, true);
+        for_tensors(&Merge::choose);
+        if (plan_ == Plan::direction) {
+            for_chunks(&Merge::direct, true);
+            for_tensors(&Merge::scale);
+        }
+        for_chunks(&Merge::finish, false);
+    }
+
+    // First sweep of RDA: squares of the norms, and with them the Gram matrix.
+    void measure(std::int64_t c, Desk& mine) {
+        const Chunk chunk = chunks_[idx(c)];
+        const Vector* inputs = arguments_.contributions.data();
+        for (std::int64_t first = chunk.begin, n; first < chunk.end; first += n) {
+            n = to_block_end(first, chunk.end);
+            if (plan_ == Plan::gram) {
+                loops_.widen(inputs, num_, first, n, mine.rows.data(), mine.units.data());
+                loops_.gram(mine.rows.data(), mine.units.data(), num_, padded(n), grams(c));
+            } else {
+                loops_.squares(inputs, num_, first, n, squares(c));
+            }
+        }
+        if (plan_ == Plan::gram) {
+            for (int i = 0; i < num_; ++i) squares(c)[i] = grams(c)[i * num_ + i];
+        }
     }
 
     // RDA as one weighted sum: merged = sum_i c_i v_i with c_i = (mean norm / norm of the mean direction) *
-    // w_i / |v_i|.
-    void choose_coefficients() {
-        double mean_norm = 0.0;
-        std::vector<double>& direction = coefficients_;  // of v_i in the mean direction; phi(0) = 0
+    // w_i / |v_i|. Without a Gram matrix the norm of the mean direction is not known yet: c_i = w_i / |v_i|.
+    void choose(std::int64_t t) {
+        double* factors = coefficients(t);
         for (int i = 0; i < num_; ++i) {
-            const double norm = std::sqrt(gram(i, i));
-            const double weight = weights_[static_cast<std::size_t>(i)];
-            mean_norm += weight * norm;
-            direction[static_cast<std::size_t>(i)] = norm > 0.0 ? weight / norm : 0.0;
+            const double norm = std::sqrt(sum_over_chunks(t, squares_.data() + i, size_));
+            factors[i] = norm > 0.0 ? weights_[idx(i)] / norm : 0.0;  // phi(0) = 0
         }
+        if (plan_ == Plan::direction) return;
         double square = 0.0;
         for (int i = 0; i < num_; ++i) {
             for (int j = i; j < num_; ++j) {
-                const double term = direction[static_cast<std::size_t>(i)] *
-                                    direction[static_cast<std::size_t>(j)] * gram(i, j);
+                const std::size_t at = static_cast<std::size_t>(i * num_ + j);
+                const double term =
+                    factors[i] * factors[j] * sum_over_chunks(t, grams_.data() + at, size_ * size_);
                 square += i == j ? term : 2.0 * term;
             }
         }
-        // Where the directions cancel exactly, rounding leaves squares on both sides of zero.
+        set_length(t, square);
+    }
+
+    // Second sweep without a Gram matrix: the mean direction and the square of its norm.
+    void direct(std::int64_t c, Desk& mine) {
+        const Chunk chunk = chunks_[idx(c)];
+        for (std::int64_t first = chunk.begin, n; first < chunk.end; first += n) {
+            n = to_block_end(first, chunk.end);
+            loops_.weighted_sum(arguments_.contributions.data(), coefficients(chunk.tensor), num_, first, n,
+                                mine.sum.data(), nullptr);
+            lengths_[idx(c)] += loops_.square(mine.sum.data(), padded(n));
+            loops_.narrow(mine.sum.data(), n, arguments_.model.theta_out + first);
+        }
+    }
+
+    void scale(std::int64_t t) { set_length(t, sum_over_chunks(t, lengths_.data(), 1)); }
+
+    // The factors for the last sweep from the square of the norm of the mean direction. That is not negative
+    // but for rounding: where the directions cancel, squares come out on both sides of zero.
+    void set_length(std::int64_t t, double square) {
+        double* factors = coefficients(t);
+        double mean_norm = 0.0;
+        for (int i = 0; i < num_; ++i) {
+            mean_norm += weights_[idx(i)] * std::sqrt(sum_over_chunks(t, squares_.data() + i, size_));
+        }
         const double length = std::sqrt(std::max(square, 0.0));
         if (!(length >= kShortestDirection)) {
-            coefficients_ = weights_;
-            cancelled_ += mean_norm > 0.0 ? 1 : 0;
-            return;
+            ends_[idx(t)] = mean_norm > 0.0 ? End::cancelled : End::mean;
+        } else if (plan_ == Plan::gram) {
+            for (int i = 0; i < num_; ++i) factors[i] *= mean_norm / length;
+            ends_[idx(t)] = End::by_factors;
+        } else {
+            factors[0] = mean_norm / length;
+            ends_[idx(t)] = End::by_direction;
         }
-        for (double& coefficient : coefficients_) coefficient *= mean_norm / length;
     }
 
-    void sweep_step(std::int64_t begin, std::int64_t end, Rule rule, bool with_squares) {
+    // Last sweep: the merged outer gradient and the outer step.
+    void finish(std::int64_t c, Desk& mine) {
+        const Chunk chunk = chunks_[idx(c)];
+        const End end = ends_[idx(chunk.tensor)];
+        const double* factors =
+            end == End::mean || end == End::cancelled ? weights_.data() : coefficients(chunk.tensor);
+        double* norms = is_radial(chunk.tensor) ? nullptr : squares(c);  // else they are known
         OuterRule outer = arguments_.outer;
-        if (rule == Rule::buffer) outer = OuterRule{1.0, 0.0, false};
-        const ModelBlock& model = arguments_.model;
-        const double* partner[1];
-        double product;
-        for (std::int64_t first = begin; first < end; first += kBlock) {
-            const std::int64_t n = std::min<std::int64_t>(kBlock, end - first);
-            std::fill(sum_.begin(), sum_.end(), 0.0);
-            for (int i = 0; i < num_; ++i) {
-                loops_.widen(arguments_.contributions[static_cast<std::size_t>(i)], first, n, row(0));
-                if (with_squares) {
-                    partner[0] = row(0);
-                    loops_.dots(row(0), partner, 1, padded(n), &product);
-                    add_square(i, product);
-                }
-                loops_.add_scaled(coefficients_[static_cast<std::size_t>(i)], row(0), n, sum_.data());
-            }
-            if (!all_finite_) continue;  // only the other contributors' finiteness is still of interest
-            square_of_sum(n);
-            const ModelBlock block{model.theta + first,
-                                   model.momentum == nullptr ? nullptr : model.momentum + first,
-                                   model.theta_out + first,
-                                   model.momentum_out == nullptr ? nullptr : model.momentum_out + first};
-            theta_finite_ = loops_.step(sum_.data(), block, n, outer) && theta_finite_;
+        if (rule(chunk.tensor) == Rule::buffer) outer = OuterRule{1.0, 0.0, false};
+        double* sum = mine.sum.data();
+        // theta_out holds the direction rounded to float32: its norm is known better.
+        if (end == End::by_direction) merged_squares_[idx(c)] = factors[0] * factors[0] * lengths_[idx(c)];
+        for (std::int64_t first = chunk.begin, n; first < chunk.end; first += n) {
+            n = to_block_end(first, chunk.end);
+            const ModelBlock block = block_at(first);
+            if (end == End::by_direction)
+                loops_.scale(block.theta_out, factors[0], n, sum);
+            else
+                loops_.weighted_sum(arguments_.contributions.data(), factors, num_, first, n, sum, norms);
+            if (end != End::by_direction) merged_squares_[idx(c)] += loops_.square(sum, padded(n));
+            if (!loops_.step(sum, block, n, outer)) theta_finite_[idx(c)] = false;
             if (arguments_.wire_f32 != nullptr) {
-                std::memcpy(arguments_.wire_f32 + first, block.theta_out,
-                            static_cast<std::size_t>(n) * sizeof(float));
+                std::memcpy(arguments_.wire_f32 + first, block.theta_out, idx(n) * sizeof(float));
             }
             if (arguments_.wire_bf16 != nullptr) {
-                encode_bf16_cpu(block.theta_out, nullptr, arguments_.wire_bf16 + first, n);
+                loops_.encode_bf16(block.theta_out, nullptr, arguments_.wire_bf16 + first, n);
             }
         }
     }
 
-    // Not through dots(): the merged gradient is a double, its square is not exact, and FMA would change
-    // bits.
-    void square_of_sum(std::int64_t n) {
-        double lanes[kLanes] = {};
-        for (std::int64_t k = 0; k < padded(n); k += kLanes) {
-            for (int lane = 0; lane < kLanes; ++lane) {
-                const double g = sum_[static_cast<std::size_t>(k + lane)];
-                lanes[lane] += g * g;
-            }
-        }
-        merged_square_ +=
-            ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
+    ModelBlock block_at(std::int64_t first) const {
+        const ModelBlock& model = arguments_.model;
+        return {model.theta + first, model.momentum == nullptr ? nullptr : model.momentum + first,
+                model.theta_out + first,
+                model.momentum_out == nullptr ? nullptr : model.momentum_out + first};
     }
+
+    // Of one tensor; the values of its chunks lie `stride` apart.
+    double sum_over_chunks(std::int64_t t, const double* of_chunk_0, std::size_t stride) const {
+        double sum = 0.0;
+        for (std::int64_t c = first_chunk_[idx(t)]; c < first_chunk_[idx(t + 1)]; ++c)
+            sum += of_chunk_0[idx(c) * stride];
+        return sum;
+    }
+
+    MergeReport report() const {
+        MergeReport found;
+        for (std::size_t i = 0; i < size_; ++i) {
+            double square = 0.0;
+            for (std::size_t c = 0; c < chunks_.size(); ++c) square += squares_[c * size_ + i];
+            // A sum of squares of float32 in double cannot overflow: it is finite if and only if every
+            // element is.
+            found.finite.push_back(std::isfinite(square));
+            found.norms.push_back(std::sqrt(square));
+        }
+        found.merged_norm = std::sqrt(std::accumulate(merged_squares_.begin(), merged_squares_.end(), 0.0));
+        found.cancelled = std::count(ends_.begin(), ends_.end(), End::cancelled);
+        found.theta_finite = std::count(theta_finite_.begin(), theta_finite_.end(), false) == 0;
+        return found;
+    }
+
+    // What a tensor's last sweep adds up: the contributions with their weights (by rule, or since the
+    // directions cancel), with the factors of RDA, or the mean direction that theta_out holds.
+    enum class End : std::uint8_t { mean, cancelled, by_factors, by_direction };
 
     const MergeArguments& arguments_;
     const Loops& loops_;
     const int num_;
-    std::vector<double> rows_;  // one block of every contributor, widened
-    std::vector<double> sum_;   // one block of the merged outer gradient
-    std::vector<double> gram_;  // upper triangle, of one tensor
+    const std::size_t size_;
+    const Plan plan_;
     std::vector<double> weights_;
-    std::vector<double> coefficients_;
-    std::vector<double> squares_;
-    std::vector<bool> finite_;
-    bool all_finite_ = true;
-    double merged_square_ = 0.0;
-    std::int64_t cancelled_ = 0;
-    bool theta_finite_ = true;
+    std::vector<Desk> desks_;
+    std::vector<Chunk> chunks_;
+    std::vector<std::int64_t> first_chunk_;  // of each tensor, and one past the last
+    std::vector<std::int64_t> jobs_;         // first tensor of each job, and one past the last
+    std::vector<std::uint8_t> is_large_;
+    std::vector<std::int64_t> large_;   // chunks of the large tensors
+    std::vector<double> coefficients_;  // [tensors, M]
+    std::vector<End> ends_;             // of tensors
+    std::vector<double> squares_;       // [chunks, M]
+    std::vector<double> grams_;         // [chunks, M, M]
+    std::vector<double> lengths_;       // of chunks: what they add to the square of the mean direction's norm
+    std::vector<double> merged_squares_;      // of chunks
+    std::vector<std::uint8_t> theta_finite_;  // of chunks
 };
 
 }  // namespace

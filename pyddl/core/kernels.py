@@ -33,25 +33,38 @@ else:
 
 __all__ = [
     "BACKENDS",
+    "BLOCK",
+    "BLOCK_CODECS",
     "RULE_BUFFER",
     "RULE_MEAN",
     "RULE_RDA",
+    "Blocks",
     "MergeReport",
     "OuterStep",
     "checksum",
+    "copy_with_checksum",
     "decode_bf16",
+    "decode_blocks",
     "describe_backends",
     "encode_bf16",
-    "copy_with_checksum",
+    "encode_blocks",
+    "encoded_bytes",
     "load_word",
     "load_words",
     "merge_outer_step",
+    "num_threads",
+    "set_num_threads",
     "store_word",
 ]
 
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "cpu", "reference")
+
+BLOCK_CODECS = ("int8", "int4")
+"""Codecs of blocks with a scale each; csrc/element.h describes them. int4 is E3M0: sign, 3 bits of exponent."""
+BLOCK = reference.BLOCK
+"""Values of a block; slices of a vector in blocks begin at multiples of it."""
 
 RULE_MEAN = 0
 """Weighted mean, then the outer step."""
@@ -60,6 +73,7 @@ RULE_RDA = 1
 RULE_BUFFER = 2
 """Weighted mean taken over as it is: outer lr 1, no momentum (running statistics are no gradients)."""
 
+_ELEMENTS = {"f32": 0, "bf16": 1, "int8": 2, "int4": 3}  # of csrc/element.h
 _has_warned = False
 
 # Made once: comparing a dtype with a type builds a dtype each time.
@@ -92,6 +106,19 @@ class OuterStep:
             raise ConfigError(f"the outer momentum must be in [0, 1); got {self.momentum}; 0.9 is usual")
 
 
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """An outer gradient as :func:`encode_blocks` has encoded it.
+
+    Attributes:
+        codec: int8 or int4.
+        data: [encoded_bytes(codec, n)] uint8.
+    """
+
+    codec: str
+    data: NDArray[np.uint8]
+
+
 @dataclass(frozen=True)
 class MergeReport:
     """What a merge found.
@@ -116,7 +143,7 @@ class MergeReport:
 
 
 def merge_outer_step(
-    contributions: Sequence[NDArray[Any]],
+    contributions: Sequence[NDArray[Any] | Blocks],
     weights: NDArray[np.float64],
     segments: NDArray[np.int64],
     rules: NDArray[np.uint8],
@@ -137,7 +164,8 @@ def merge_outer_step(
     C-contiguous.
 
     Args:
-        contributions: M >= 1 arrays [n], float32 or uint16 (bits of bf16), the outer gradients by learner_id.
+        contributions: M >= 1 outer gradients by learner_id: arrays [n], float32 or uint16 (bits of bf16), or
+            :class:`Blocks` of n values.
         weights: [M] float64, each > 0 and finite; normalised here.
         segments: [T+1] int64, element offsets of the T tensors in the fragment: first 0, last n, ascending.
         rules: [T] uint8, RULE_MEAN, RULE_RDA or RULE_BUFFER.
@@ -162,8 +190,7 @@ def merge_outer_step(
     n = _require_array("theta", theta, (_F32,))
     if not contributions:
         raise ShapeError("a merge needs at least one contribution; got none; do not merge an empty round")
-    for i, contribution in enumerate(contributions):
-        _require_array(f"contributions[{i}]", contribution, (_F32, _U16), n)
+    encoded = [_encoded(f"contributions[{i}]", contribution, n) for i, contribution in enumerate(contributions)]
     weights = np.asarray(weights)
     _require_array("weights", weights, (_F64,), len(contributions))
     if not bool(np.all((weights > 0) & np.isfinite(weights))):
@@ -185,7 +212,7 @@ def merge_outer_step(
         "segments": segments,
         "rules": rules,
     }
-    inputs.update((f"contributions[{i}]", c) for i, c in enumerate(contributions))
+    inputs.update((f"contributions[{i}]", array) for i, (_, array) in enumerate(encoded))
     _require_array("theta_out", theta_out, (_F32,), n, writable=True)
     if (momentum is None) != (momentum_out is None) or (momentum is None and outer.optimizer == "nesterov"):
         raise ShapeError(
@@ -206,7 +233,7 @@ def merge_outer_step(
     nesterov = outer.optimizer == "nesterov"
     if native is None:
         found = reference.merge_outer_step(
-            contributions,
+            encoded,
             weights,
             segments,
             rules,
@@ -221,8 +248,8 @@ def merge_outer_step(
         )
     else:
         found = native.merge_outer_step(
-            list(contributions),
-            [c.dtype == _U16 for c in contributions],
+            [array for _, array in encoded],
+            [_ELEMENTS[codec] for codec, _ in encoded],
             weights.tolist(),
             n,
             segments,
@@ -245,6 +272,23 @@ def merge_outer_step(
         cancelled=cancelled,
         theta_finite=theta_finite,
     )
+
+
+def num_threads() -> int:
+    """Threads that the C++ kernels use: OMP_NUM_THREADS, else the processors this process may run on; 1 in numpy."""
+    return 1 if _C is None else int(_C.num_threads())
+
+
+def set_num_threads(count: int) -> None:
+    """Let the C++ kernels use so many threads from now on; 0: as :func:`num_threads` finds. No result depends on it.
+
+    Raises:
+        ShapeError: if count is negative.
+    """
+    if count < 0:
+        raise ShapeError(f"the number of threads must be at least 0 (as found); got {count}; pass 0 or more")
+    if _C is not None:
+        _C.set_num_threads(count)
 
 
 def encode_bf16(
@@ -305,6 +349,83 @@ def decode_bf16(bits: NDArray[np.uint16], out: NDArray[np.float32], backend: str
         out[:] = reference.decode_bf16(bits)
 
 
+def encoded_bytes(codec: str, n: int) -> int:
+    """Bytes of n values in a codec: f32, bf16, int8 or int4.
+
+    Raises:
+        ConfigError: if there is no such codec.
+    """
+    if codec not in _ELEMENTS:
+        raise ConfigError(f"a codec must be one of {', '.join(_ELEMENTS)}; got {codec!r}; choose one")
+    if codec in BLOCK_CODECS:
+        return -(-n // BLOCK) * reference.BLOCK_BYTES[codec]
+    return n * (4 if codec == "f32" else 2)
+
+
+def encode_blocks(
+    codec: str,
+    values: NDArray[np.float32],
+    residual: NDArray[np.float32] | None,
+    out: NDArray[np.uint8],
+    backend: str = "auto",
+) -> None:
+    """Encode x = values + residual in blocks and keep in ``residual`` what that lost (error feedback).
+
+    Both backends give the same bytes. int8 rounds to nearest even, int4 to the nearest of 0 and +-scale * 2^0..6.
+
+    Args:
+        codec: int8 or int4.
+        values: [n] float32, an outer gradient.
+        residual: [n] float32, read and written: x minus what ``out`` stands for; 0 in a block that holds a NaN or Inf,
+            which decodes to NaN. None: nothing is carried, x = values.
+        out: [encoded_bytes(codec, n)] uint8, written; overlaps nothing.
+        backend: auto, cpu or reference.
+
+    Raises:
+        ConfigError: if ``codec`` is none of blocks.
+        ShapeError: a wrong length, dtype, memory order or an overlap.
+        KernelUnavailable: backend ``cpu`` is asked for and not built.
+    """
+    native = _native(backend)
+    _require_blocks(codec)
+    n = _require_array("values", values, (_F32,))
+    outputs: dict[str, NDArray[Any]] = {"out": out}
+    _require_array("out", out, (_U8,), encoded_bytes(codec, n), writable=True)
+    if residual is not None:
+        _require_array("residual", residual, (_F32,), n, writable=True)
+        outputs["residual"] = residual
+    _refuse_overlap(outputs, {"values": values})
+    if native is not None:
+        native.encode_blocks(_ELEMENTS[codec], values, residual, out)
+    else:
+        reference.encode_blocks(codec, values, residual, out)
+
+
+def decode_blocks(codec: str, blocks: NDArray[np.uint8], out: NDArray[np.float32], backend: str = "auto") -> None:
+    """Decode blocks, each value rounded to float32.
+
+    Args:
+        codec: int8 or int4.
+        blocks: [encoded_bytes(codec, n)] uint8.
+        out: [n] float32, written; does not overlap blocks.
+        backend: auto, cpu or reference.
+
+    Raises:
+        ConfigError: if ``codec`` is none of blocks.
+        ShapeError: a wrong length, dtype, memory order or an overlap.
+        KernelUnavailable: backend ``cpu`` is asked for and not built.
+    """
+    native = _native(backend)
+    _require_blocks(codec)
+    n = _require_array("out", out, (_F32,), writable=True)
+    _require_array("blocks", blocks, (_U8,), encoded_bytes(codec, n))
+    _refuse_overlap({"out": out}, {"blocks": blocks})
+    if native is not None:
+        native.decode_blocks(_ELEMENTS[codec], blocks, out)
+    else:
+        out[:] = reference.decode_blocks(codec, blocks, n)
+
+
 def checksum(buffer: Any, value: int = 0, backend: str = "auto") -> int:
     """Return the CRC32C (Castagnoli, as in iSCSI) of a buffer's bytes.
 
@@ -336,6 +457,34 @@ def checksum(buffer: Any, value: int = 0, backend: str = "auto") -> int:
             f"a checksum needs a C-contiguous buffer; got {type(buffer).__name__}; pass an array, bytes or a memoryview"
         )
     return reference.checksum(view, value)
+
+
+def copy_with_checksum(
+    source: NDArray[np.uint8], target: NDArray[np.uint8], value: int = 0, backend: str = "auto"
+) -> int:
+    """Copy bytes and return their CRC32C, in one pass.
+
+    Args:
+        source: [n] uint8.
+        target: [n] uint8, written; does not overlap source.
+        value: checksum of what came before; 0 starts anew.
+        backend: auto, cpu or reference.
+
+    Returns:
+        The checksum, as of :func:`checksum`.
+
+    Raises:
+        ShapeError: a wrong length, dtype, memory order or an overlap, or value is out of range.
+        KernelUnavailable: backend ``cpu`` is asked for and not built.
+    """
+    native = _native(backend)
+    n = _require_array("source", source, (_U8,))
+    _require_array("target", target, (_U8,), n, writable=True)
+    _refuse_overlap({"target": target}, {"source": source})
+    if native is None or not 0 <= value < 1 << 32:
+        target[:] = source
+        return checksum(source, value, backend)
+    return int(native.copy_checksum(source, target, value))
 
 
 def load_word(buffer: Any, offset_bytes: int) -> int:
@@ -425,6 +574,21 @@ def _require_native(what: str) -> ModuleType:
     return _C
 
 
+def _require_blocks(codec: str) -> None:
+    if codec not in BLOCK_CODECS:
+        raise ConfigError(f"a codec of blocks must be one of {', '.join(BLOCK_CODECS)}; got {codec!r}; choose one")
+
+
+def _encoded(name: str, contribution: NDArray[Any] | Blocks, n: int) -> tuple[str, NDArray[Any]]:
+    """A contribution of n values as its codec and its array; ShapeError if it is not one."""
+    if isinstance(contribution, Blocks):
+        _require_blocks(contribution.codec)
+        _require_array(name, contribution.data, (_U8,), encoded_bytes(contribution.codec, n))
+        return contribution.codec, contribution.data
+    _require_array(name, contribution, (_F32, _U16), n)
+    return ("f32" if contribution.dtype == _F32 else "bf16"), contribution
+
+
 def _require_array(
     name: str,
     array: Any,
@@ -459,34 +623,6 @@ def _refuse_overlap(outputs: dict[str, NDArray[Any]], inputs: dict[str, NDArray[
                     f"{name} must not overlap {other} (kernels work out of place); got shared memory; "
                     "pass a buffer of its own"
                 )
-def copy_with_checksum(
-    source: NDArray[np.uint8], target: NDArray[np.uint8], value: int = 0, backend: str = "auto"
-) -> int:
-    """Copy bytes and return their CRC32C, in one pass.
-
-    Args:
-        source: [n] uint8.
-        target: [n] uint8, written; does not overlap source.
-        value: checksum of what came before; 0 starts anew.
-        backend: auto, cpu or reference.
-
-    Returns:
-        The checksum, as of :func:`checksum`.
-
-    Raises:
-        ShapeError: a wrong length, dtype, memory order or an overlap, or value is out of range.
-        KernelUnavailable: backend ``cpu`` is asked for and not built.
-    """
-    native = _native(backend)
-    n = _require_array("source", source, (_U8,))
-    _require_array("target", target, (_U8,), n, writable=True)
-    _refuse_overlap({"target": target}, {"source": source})
-    if native is None or not 0 <= value < 1 << 32:
-        target[:] = source
-        return checksum(source, value, backend)
-    return int(native.copy_checksum(source, target, value))
-
-
 
 
 def _span(array: NDArray[Any]) -> tuple[int, int]:

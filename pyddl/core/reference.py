@@ -13,8 +13,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["checksum", "decode_bf16", "encode_bf16", "merge_outer_step"]
+__all__ = [
+    "BLOCK_BYTES",
+    "checksum",
+    "decode_bf16",
+    "decode_blocks",
+    "encode_bf16",
+    "encode_bf16_with_residual",
+    "encode_blocks",
+    "merge_outer_step",
+]
 
+BLOCK = 256
+"""Values that share a scale in the codecs int8 and int4; csrc/element.h describes them."""
+BLOCK_BYTES = {"int8": 4 + BLOCK, "int4": 4 + BLOCK // 2}
+
+_INT4_VALUES = np.array([0, 1, 2, 4, 8, 16, 32, 64, 0, -1, -2, -4, -8, -16, -32, -64], np.int8)
+_SMALLEST_NORMAL = np.float32(2.0**-126)
 _RULE_RDA, _RULE_BUFFER = 1, 2
 _SHORTEST_DIRECTION = 1e-6
 _POLYNOMIAL = 0x82F63B78
@@ -48,8 +63,54 @@ def encode_bf16_with_residual(values: NDArray[np.float32], residual: NDArray[np.
     return bits
 
 
+def encode_blocks(
+    codec: str, values: NDArray[np.float32], residual: NDArray[np.float32] | None, out: NDArray[np.uint8]
+) -> None:
+    """Encode values + residual as int8 or int4 and leave in ``residual`` what that lost."""
+    n = len(values)
+    blocks = out.reshape(-1, BLOCK_BYTES[codec])
+    x = np.zeros((len(blocks), BLOCK), np.float32)
+    x.reshape(-1)[:n] = values
+    with np.errstate(all="ignore"):
+        if residual is not None:
+            x.reshape(-1)[:n] += residual
+        largest = np.abs(x).max(axis=1, initial=0.0)
+        finite = np.isfinite(x).min(axis=1, initial=True)
+        scale = (largest / np.float32(127 if codec == "int8" else 64)).astype(np.float32)
+        scale[scale < _SMALLEST_NORMAL] = 0
+        inverse = np.where(scale > 0, np.float32(1) / scale, np.float32(0))
+        scale[~finite], inverse[~finite] = np.nan, 0
+        scaled = np.where(finite[:, None], x, np.float32(0)) * inverse[:, None]
+        if codec == "int8":
+            codes = np.rint(scaled).astype(np.int8)
+            blocks[:, 4:] = codes.view(np.uint8)
+        else:
+            magnitude = np.abs(scaled)
+            power = ((magnitude.view(np.uint32) + np.uint32(0x00400000)) >> 23).astype(np.int32) - 126
+            exponent = np.clip(np.maximum(power, magnitude >= 0.5), 0, 7)
+            nibbles = (exponent | np.signbit(x) << 3).astype(np.uint8)
+            blocks[:, 4:] = nibbles[:, : BLOCK // 2] | nibbles[:, BLOCK // 2 :] << 4
+            codes = _INT4_VALUES[nibbles]
+        blocks[:, :4] = scale.view(np.uint8).reshape(-1, 4)
+        if residual is not None:
+            lost = x.astype(np.float64) - scale[:, None].astype(np.float64) * codes
+            residual[:] = np.where(finite[:, None], lost, 0).astype(np.float32).reshape(-1)[:n]
+
+
+def decode_blocks(codec: str, blocks: NDArray[np.uint8], n: int) -> NDArray[np.float64]:
+    """The n values of blocks of int8 or int4, exactly."""
+    rows = blocks.reshape(-1, BLOCK_BYTES[codec])
+    scale = np.ascontiguousarray(rows[:, :4]).view(np.float32).astype(np.float64)
+    if codec == "int8":
+        codes = np.ascontiguousarray(rows[:, 4:]).view(np.int8)
+    else:
+        codes = _INT4_VALUES[np.concatenate([rows[:, 4:] & 15, rows[:, 4:] >> 4], axis=1)]
+    values: NDArray[np.float64] = (scale * codes).reshape(-1)[:n]
+    return values
+
+
 def merge_outer_step(
-    contributions: Sequence[NDArray[Any]],
+    contributions: Sequence[tuple[str, NDArray[Any]]],
     weights: NDArray[np.float64],
     segments: NDArray[np.int64],
     rules: NDArray[np.uint8],
@@ -65,11 +126,14 @@ def merge_outer_step(
 ) -> Merged:
     """Merge and outer step (paper, sec. 3.2, App. D); arguments as in :func:`.kernels.merge_outer_step`.
 
+    A contribution comes as its codec and its array.
+
     Returns:
         finite per contributor, norm per contributor, norm of the merged outer gradient, number of tensors
         whose directions cancelled, whether theta_out is finite.
     """
     num = len(contributions)
+    vectors = [_decode(codec, array, len(theta)) for codec, array in contributions]
     squares = np.zeros(num)
     merged_square = 0.0
     cancelled = 0
@@ -79,9 +143,8 @@ def merge_outer_step(
         for begin, end, rule in zip(segments[:-1], segments[1:], rules, strict=True):
             part = slice(int(begin), int(end))
             rows = np.empty((num, int(end - begin)))
-            for i, contribution in enumerate(contributions):
-                piece = contribution[part]
-                rows[i] = decode_bf16(piece) if piece.dtype == np.uint16 else piece
+            for i, vector in enumerate(vectors):
+                rows[i] = vector[part]
             square = np.einsum("ik,ik->i", rows, rows)
             squares += square
             coefficients = share
@@ -113,6 +176,12 @@ def merge_outer_step(
     finite = [bool(f) for f in np.isfinite(squares)]
     norm = float(np.sqrt(merged_square))
     return finite, [float(s) for s in np.sqrt(squares)], norm, cancelled, bool(np.isfinite(theta_out).all())
+
+
+def _decode(codec: str, array: NDArray[Any], n: int) -> NDArray[Any]:
+    if codec in BLOCK_BYTES:
+        return decode_blocks(codec, array, n)
+    return decode_bf16(array) if codec == "bf16" else array
 
 
 def checksum(buffer: memoryview, value: int) -> int:

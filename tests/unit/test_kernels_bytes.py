@@ -105,6 +105,106 @@ def test_codecs_with_wrong_arrays_refuse(backend):
         kernels.decode_bf16(f32.view(np.uint16)[:8], f32, backend=backend)
 
 
+@pytest.mark.parametrize(("codec", "size"), [("f32", 4000), ("bf16", 2000), ("int8", 4 * 260), ("int4", 4 * 132)])
+def test_encoded_bytes_are_those_of_the_format(codec, size):
+    assert kernels.encoded_bytes(codec, 1000) == size
+    assert kernels.encoded_bytes(codec, 0) == 0
+
+
+def round_trip(codec, values, residual, backend):
+    n = len(values)
+    blocks = np.empty(kernels.encoded_bytes(codec, n), np.uint8)
+    kernels.encode_blocks(codec, values, residual, blocks, backend=backend)
+    out = np.empty(n, np.float32)
+    kernels.decode_blocks(codec, blocks, out, backend=backend)
+    return out
+
+
+def test_int4_values_are_nought_and_seven_powers_of_two(backend):
+    values = np.array([64, -64, 32, 16, 8, 4, 2, 1, -1, 0, -0.0, 48, 47.9, 1.5, 1.49, 0.5, 0.49, -3], np.float32) * 0.25
+    want = np.array([64, -64, 32, 16, 8, 4, 2, 1, -1, 0, 0, 64, 32, 2, 1, 1, 0, -4], np.float32) * 0.25
+    np.testing.assert_array_equal(round_trip("int4", values, None, backend), want)
+
+
+def test_int8_values_are_within_half_a_step_of_a_127th_of_the_largest(backend, rng):
+    values = rng.normal(size=1000).astype(np.float32)
+    out = round_trip("int8", values, None, backend)
+    for at in range(0, 1000, 256):
+        block = values[at : at + 256]
+        step = np.abs(block).max() / 127
+        assert np.abs(out[at : at + 256] - block).max() <= step / 2 * 1.0001
+        largest = np.abs(block).argmax()
+        assert out[at + largest] == pytest.approx(block[largest], rel=1e-6)
+
+
+@pytest.mark.parametrize("codec", kernels.BLOCK_CODECS)
+@pytest.mark.parametrize("n", [0, 1, 255, 256, 257, 5003])
+def test_encode_blocks_with_error_feedback_loses_nothing_over_time(codec, n, backend, rng):
+    values = rng.normal(size=n).astype(np.float32)
+    residual, sent = np.zeros(n, np.float32), np.zeros(n)
+    for _ in range(64):
+        sent += round_trip(codec, values, residual, backend)
+    np.testing.assert_allclose(sent + residual, 64.0 * values, rtol=1e-5, atol=1e-4)
+    np.testing.assert_array_less(np.abs(residual), 4.0)  # bounded by a step of the codec, whatever the number of rounds
+
+
+@pytest.mark.parametrize("codec", kernels.BLOCK_CODECS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_encode_blocks_of_a_nonfinite_value_spoils_its_block_alone(codec, bad, backend):
+    values = np.ones(700, np.float32)
+    values[300] = bad
+    residual = np.full(700, 0.25, np.float32)
+    out = round_trip(codec, values, residual, backend)
+    assert np.isnan(out[256:512]).all()
+    assert np.isfinite(out[:256]).all()
+    assert np.isfinite(out[512:]).all()
+    assert not residual[256:512].any()
+
+
+@pytest.mark.parametrize("codec", kernels.BLOCK_CODECS)
+def test_encode_blocks_of_denormals_keeps_them_as_residual(codec, backend):
+    values = np.full(300, 1e-40, np.float32)
+    residual = np.zeros(300, np.float32)
+    assert not round_trip(codec, values, residual, backend).any()
+    np.testing.assert_array_equal(residual, values)
+
+
+@pytest.mark.parametrize("codec", kernels.BLOCK_CODECS)
+def test_codecs_of_blocks_of_both_backends_agree_bit_for_bit(codec, rng):
+    values = (rng.normal(size=5003) * 10.0 ** rng.integers(-30, 30, 5003)).astype(np.float32)
+    values[:256] = 0
+    values[2000], values[3000] = np.nan, np.finfo(np.float32).max
+    values[4100:4200] = np.ldexp(np.float32(1.5), np.arange(100) % 9 - 4)  # ties of int4
+    results = []
+    for name in BACKENDS:
+        residual, blocks = values[::-1].copy(), np.empty(kernels.encoded_bytes(codec, 5003), np.uint8)
+        residual[:] = np.where(np.isfinite(residual), residual * 1e-3, 0)
+        kernels.encode_blocks(codec, values, residual, blocks, backend=name)
+        results.append((blocks.tobytes(), residual.tobytes()))
+    assert results[0][1] == results[1][1]
+    size = len(results[0][0]) // -(-5003 // 256)
+    for at in range(0, len(results[0][0]), size):  # the codes of a block without a scale stand for nothing
+        ours, theirs = (np.frombuffer(r[0][at : at + size], np.uint8) for r in results)
+        if not np.isnan(ours[:4].view(np.float32)[0]):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_codecs_of_blocks_with_wrong_arrays_refuse(backend):
+    f32, u8 = np.zeros(300, np.float32), np.zeros(264, np.uint8)
+    with pytest.raises(ConfigError, match="int8, int4; got 'int2'"):
+        kernels.encode_blocks("int2", f32, None, u8, backend=backend)
+    with pytest.raises(ConfigError, match="f32, bf16, int8, int4; got 'int2'"):
+        kernels.encoded_bytes("int2", 3)
+    with pytest.raises(ShapeError, match="out must be"):
+        kernels.encode_blocks("int4", f32, None, u8[:-1], backend=backend)
+    with pytest.raises(ShapeError, match="residual must be"):
+        kernels.encode_blocks("int4", f32, f32[1:], u8, backend=backend)
+    with pytest.raises(ShapeError, match="residual must not overlap values"):
+        kernels.encode_blocks("int4", f32, f32, u8, backend=backend)
+    with pytest.raises(ShapeError, match="blocks must be"):
+        kernels.decode_blocks("int8", u8, f32, backend=backend)
+
+
 # ---- checksum ----------------------------------------------------------------------------------------------
 
 
@@ -178,6 +278,30 @@ def test_checksum_takes_any_contiguous_buffer_and_refuses_others(backend):
             kernels.checksum(bad, backend=backend)
     with pytest.raises(ShapeError, match="2\\*\\*32"):
         kernels.checksum(array, -1, backend=backend)
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 767, 769, 12_289, (1 << 20) - 1, (1 << 20) + 5, 3_000_001])
+@pytest.mark.parametrize("shift", [0, 3])
+def test_copy_with_checksum_copies_all_and_nothing_else(n, shift, backend, rng):
+    if backend == "reference" and n > 1 << 20:
+        pytest.skip("the numpy version has no second way for much")
+    source = rng.integers(0, 256, n + 8, dtype=np.uint8)[shift : shift + n]
+    room = np.full(n + 32, 0xA5, np.uint8)
+    target = room[8 + shift : 8 + shift + n]
+    assert kernels.copy_with_checksum(source, target, 77, backend=backend) == kernels.checksum(source, 77)
+    np.testing.assert_array_equal(target, source)
+    assert (room[: 8 + shift] == 0xA5).all()
+    assert (room[8 + shift + n :] == 0xA5).all()
+
+
+def test_copy_with_checksum_of_wrong_arrays_refuses(backend):
+    room = np.zeros(64, np.uint8)
+    with pytest.raises(ShapeError, match="target must be"):
+        kernels.copy_with_checksum(room[:8], room[8:15], backend=backend)
+    with pytest.raises(ShapeError, match="target must not overlap source"):
+        kernels.copy_with_checksum(room[:8], room[4:12], backend=backend)
+    with pytest.raises(ShapeError, match="go on from"):
+        kernels.copy_with_checksum(room[:8], room[8:16], 1 << 32, backend=backend)
 
 
 # ---- words -------------------------------------------------------------------------------------------------
@@ -275,27 +399,3 @@ def test_describe_backends_with_the_compiled_module_names_its_loops():
 def test_unknown_backend_is_refused():
     with pytest.raises(ConfigError, match="auto, cpu, reference"):
         kernels.checksum(b"", backend="gpu")
-@pytest.mark.parametrize("n", [0, 1, 7, 8, 767, 769, 12_289, (1 << 20) - 1, (1 << 20) + 5, 3_000_001])
-@pytest.mark.parametrize("shift", [0, 3])
-def test_copy_with_checksum_copies_all_and_nothing_else(n, shift, backend, rng):
-    if backend == "reference" and n > 1 << 20:
-        pytest.skip("the numpy version has no second way for much")
-    source = rng.integers(0, 256, n + 8, dtype=np.uint8)[shift : shift + n]
-    room = np.full(n + 32, 0xA5, np.uint8)
-    target = room[8 + shift : 8 + shift + n]
-    assert kernels.copy_with_checksum(source, target, 77, backend=backend) == kernels.checksum(source, 77)
-    np.testing.assert_array_equal(target, source)
-    assert (room[: 8 + shift] == 0xA5).all()
-    assert (room[8 + shift + n :] == 0xA5).all()
-
-
-def test_copy_with_checksum_of_wrong_arrays_refuses(backend):
-    room = np.zeros(64, np.uint8)
-    with pytest.raises(ShapeError, match="target must be"):
-        kernels.copy_with_checksum(room[:8], room[8:15], backend=backend)
-    with pytest.raises(ShapeError, match="target must not overlap source"):
-        kernels.copy_with_checksum(room[:8], room[4:12], backend=backend)
-    with pytest.raises(ShapeError, match="go on from"):
-        kernels.copy_with_checksum(room[:8], room[8:16], 1 << 32, backend=backend)
-
-
