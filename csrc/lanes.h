@@ -23,41 +23,150 @@ constexpr int kParts = kLanes / kWidth;  // registers that hold a row of lanes
 
 typedef double Doubles __attribute__((vector_size(8 * kWidth)));
 typedef double DoublesInMemory __attribute__((vector_size(8 * kWidth), aligned(8), may_alias));
-typedef float FloatsInMemory __attribute__((vector_size(4 * kWidth), aligned(4), may_alias));
-typedef std::uint16_t HalvesInMemory __attribute__((vector_size(2 * kWidth), aligned(2), may_alias));
-typedef std::uint32_t Words __attribute__((vector_size(4 * kWidth)));
-typedef std::int8_t CodesInMemory __attribute__((vector_size(kWidth), aligned(1), may_alias));
-typedef std::int32_t Integers __attribute__((vector_size(4 * kWidth)));
-typedef float Floats __attribute__((vector_size(4 * kWidth)));
-
 inline Doubles load(const double* p) { return *reinterpret_cast<const DoublesInMemory*>(p); }
 inline void store(double* p, Doubles value) { *reinterpret_cast<DoublesInMemory*>(p) = value; }
 
-inline Doubles load_wide(const float* p) {
-    return __builtin_convertvector(*reinterpret_cast<const FloatsInMemory*>(p), Doubles);
+// The value of each code of int4 in units of the scale; the upper half is the negative of the lower.
+constexpr std::int8_t kInt4Values[16] = {0, 1, 2, 4, 8, 16, 32, 64, 0, -1, -2, -4, -8, -16, -32, -64};
+
+// Values of float32, bf16 (the upper half of a float32) and small integers, widened; and a * b + c of factors
+// whose product is exact, fused where that is faster, with the same bits. By intrinsics, since compilers take
+// what is written with vectors of unequal widths to pieces.
+//
+// And the sum of squares of small integers: exact, so in any order; and the codes of a block of int4 taken
+// apart.
+#if PYDDL_WIDTH == 8
+
+inline void unpack_int4(const std::uint8_t* codes, std::int8_t* out) {
+    const __m512i table =
+        _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kInt4Values)));
+    const __m512i low = _mm512_set1_epi8(15);
+    for (std::int64_t j = 0; j < kCodecBlock / 2; j += 64) {
+        const __m512i both = _mm512_loadu_si512(codes + j);
+        _mm512_storeu_si512(out + j, _mm512_shuffle_epi8(table, _mm512_and_si512(both, low)));
+        const __m512i high = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+        _mm512_storeu_si512(out + kCodecBlock / 2 + j, _mm512_shuffle_epi8(table, high));
+    }
 }
 
-// bf16: the upper half of a float32.
+inline std::int32_t sum_of_squares(const std::int8_t* codes, std::int64_t n) {
+    __m512i sums = _mm512_setzero_si512();
+    std::int64_t k = 0;
+    for (; k + 32 <= n; k += 32) {
+        const __m512i wide =
+            _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + k)));
+        sums = _mm512_add_epi32(sums, _mm512_madd_epi16(wide, wide));
+    }
+    std::int32_t sum = _mm512_reduce_add_epi32(sums);
+    for (; k < n; ++k) sum += codes[k] * codes[k];
+    return sum;
+}
+
+inline Doubles load_wide(const float* p) { return (Doubles)_mm512_cvtps_pd(_mm256_loadu_ps(p)); }
+
 inline Doubles load_wide(const std::uint16_t* p) {
-    const Words bits = __builtin_convertvector(*reinterpret_cast<const HalvesInMemory*>(p), Words) << 16;
-    return __builtin_convertvector((Floats)bits, Doubles);  // between vectors a cast keeps the bits
+    const __m256i halves = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return (Doubles)_mm512_cvtps_pd(_mm256_castsi256_ps(_mm256_slli_epi32(halves, 16)));
 }
 
 inline Doubles load_wide(const std::int8_t* p) {
-    return __builtin_convertvector(
-        __builtin_convertvector(*reinterpret_cast<const CodesInMemory*>(p), Integers), Doubles);
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    return (Doubles)_mm512_cvtepi32_pd(_mm256_cvtepi8_epi32(bytes));
 }
 
-// a * b + c of factors whose product is exact: fused where that is faster, with the same bits.
+inline void store_narrow(float* p, Doubles value) { _mm256_storeu_ps(p, _mm512_cvtpd_ps((__m512d)value)); }
+
 inline Doubles add_exact_product(Doubles a, Doubles b, Doubles c) {
-#if PYDDL_WIDTH == 8
     return (Doubles)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
-#elif PYDDL_WIDTH == 4
-    return (Doubles)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
-#else
-    return a * b + c;
-#endif
 }
+
+#elif PYDDL_WIDTH == 4
+
+inline void unpack_int4(const std::uint8_t* codes, std::int8_t* out) {
+    const __m256i table =
+        _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kInt4Values)));
+    const __m256i low = _mm256_set1_epi8(15);
+    for (std::int64_t j = 0; j < kCodecBlock / 2; j += 32) {
+        const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + j));
+        const __m256i high = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+        __m256i* to = reinterpret_cast<__m256i*>(out + j);
+        _mm256_storeu_si256(to, _mm256_shuffle_epi8(table, _mm256_and_si256(both, low)));
+        _mm256_storeu_si256(to + kCodecBlock / 2 / 32, _mm256_shuffle_epi8(table, high));
+    }
+}
+
+inline std::int32_t sum_of_squares(const std::int8_t* codes, std::int64_t n) {
+    __m256i sums = _mm256_setzero_si256();
+    std::int64_t k = 0;
+    for (; k + 16 <= n; k += 16) {
+        const __m256i wide =
+            _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + k)));
+        sums = _mm256_add_epi32(sums, _mm256_madd_epi16(wide, wide));
+    }
+    std::int32_t lane[8];
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(lane), sums);
+    std::int32_t sum = 0;
+    for (const std::int32_t value : lane) sum += value;
+    for (; k < n; ++k) sum += codes[k] * codes[k];
+    return sum;
+}
+
+inline Doubles load_wide(const float* p) { return (Doubles)_mm256_cvtps_pd(_mm_loadu_ps(p)); }
+
+inline Doubles load_wide(const std::uint16_t* p) {
+    const __m128i halves = _mm_cvtepu16_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    return (Doubles)_mm256_cvtps_pd(_mm_castsi128_ps(_mm_slli_epi32(halves, 16)));
+}
+
+inline Doubles load_wide(const std::int8_t* p) {
+    std::int32_t bytes;
+    __builtin_memcpy(&bytes, p, sizeof bytes);
+    return (Doubles)_mm256_cvtepi32_pd(_mm_cvtepi8_epi32(_mm_cvtsi32_si128(bytes)));
+}
+
+inline void store_narrow(float* p, Doubles value) { _mm_storeu_ps(p, _mm256_cvtpd_ps((__m256d)value)); }
+
+inline Doubles add_exact_product(Doubles a, Doubles b, Doubles c) {
+    return (Doubles)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+}
+
+#else
+
+inline void unpack_int4(const std::uint8_t* codes, std::int8_t* out) {
+    for (std::int64_t j = 0; j < kCodecBlock / 2; ++j) {
+        out[j] = kInt4Values[codes[j] & 15];
+        out[kCodecBlock / 2 + j] = kInt4Values[codes[j] >> 4];
+    }
+}
+
+inline std::int32_t sum_of_squares(const std::int8_t* codes, std::int64_t n) {
+    std::int32_t sum = 0;
+    for (std::int64_t k = 0; k < n; ++k) sum += codes[k] * codes[k];
+    return sum;
+}
+
+inline Doubles load_wide(const float* p) { return Doubles{p[0], p[1]}; }
+
+inline Doubles load_wide(const std::uint16_t* p) {
+    const std::uint32_t bits[kWidth] = {static_cast<std::uint32_t>(p[0]) << 16,
+                                        static_cast<std::uint32_t>(p[1]) << 16};
+    float values[kWidth];
+    __builtin_memcpy(values, bits, sizeof values);
+    return Doubles{values[0], values[1]};
+}
+
+inline Doubles load_wide(const std::int8_t* p) {
+    return Doubles{static_cast<double>(p[0]), static_cast<double>(p[1])};
+}
+
+inline void store_narrow(float* p, Doubles value) {
+    p[0] = static_cast<float>(value[0]);
+    p[1] = static_cast<float>(value[1]);
+}
+
+inline Doubles add_exact_product(Doubles a, Doubles b, Doubles c) { return a * b + c; }
+
+#endif
 
 // The sum of a row of lanes.
 inline double sum_of_lanes(const Doubles* row) {

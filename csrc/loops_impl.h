@@ -37,23 +37,6 @@ inline std::uint32_t bf16_of(std::uint32_t bits) {
 constexpr int kGroup = kWidth == 8 ? 8 : 4;  // vectors that one sweep of a loop reads side by side
 constexpr std::int64_t kAhead = kBlock;  // elements: the next block is fetched while this one is worked on
 
-// The value of each code of int4 in units of the scale; the upper half is the negative of the lower.
-constexpr std::int8_t kInt4Values[16] = {0, 1, 2, 4, 8, 16, 32, 64, 0, -1, -2, -4, -8, -16, -32, -64};
-
-typedef std::uint8_t Bytes __attribute__((vector_size(16)));
-typedef std::uint8_t BytesInMemory __attribute__((vector_size(16), aligned(1), may_alias));
-
-// The values of a block of int4, in units of its scale.
-void unpack_int4(const std::uint8_t* codes, std::int8_t* out) {
-    Bytes table;
-    __builtin_memcpy(&table, kInt4Values, sizeof table);
-    for (std::int64_t j = 0; j < kCodecBlock / 2; j += 16) {
-        const Bytes both = *reinterpret_cast<const BytesInMemory*>(codes + j);
-        *reinterpret_cast<BytesInMemory*>(out + j) = __builtin_shuffle(table, both & 15);
-        *reinterpret_cast<BytesInMemory*>(out + kCodecBlock / 2 + j) = __builtin_shuffle(table, both >> 4);
-    }
-}
-
 // Element `first` of a vector in blocks: its code and those behind it, and the scale. `room` takes what is
 // unpacked.
 struct Codes {
@@ -100,7 +83,6 @@ template <class T, int count, bool with_sum, bool with_squares>
 struct Terms {
     const T* from[count];
     double factor[count];
-    double unit[count];
     Doubles partial[count][kParts] = {};
 
     void row(const T* const* at, bool fresh, double* sum) {
@@ -134,7 +116,7 @@ struct Terms {
             row(at, fresh, sum + whole);
         }
         if (with_squares) {
-            for (int i = 0; i < count; ++i) squares[i] += unit[i] * unit[i] * sum_of_lanes(partial[i]);
+            for (int i = 0; i < count; ++i) squares[i] += sum_of_lanes(partial[i]);
         }
     }
 };
@@ -143,7 +125,6 @@ struct Terms {
 struct Group {
     const void* from[kGroup];
     double factor[kGroup];
-    double unit[kGroup];
 };
 
 template <class T, int count, bool with_sum, bool with_squares>
@@ -152,7 +133,6 @@ void add_terms(const Group& group, std::int64_t n, bool fresh, double* sum, doub
     for (int i = 0; i < count; ++i) {
         terms.from[i] = static_cast<const T*>(group.from[i]);
         terms.factor[i] = group.factor[i];
-        terms.unit[i] = group.unit[i];
     }
     terms.run(n, fresh, sum, squares);
 }
@@ -201,7 +181,7 @@ void add_all(const Vector* v, const double* c, int count, std::int64_t first, st
         Group group;
         for (int j = 0; j < size; ++j) {
             const Vector& vector = v[i + j];
-            group.unit[j] = 1.0;
+            double unit = 1.0;
             if (vector.element == Element::f32) {
                 group.from[j] = static_cast<const float*>(vector.data) + first;
             } else if (vector.element == Element::bf16) {
@@ -209,17 +189,21 @@ void add_all(const Vector* v, const double* c, int count, std::int64_t first, st
             } else {
                 const Codes codes(vector, first, room[j]);
                 group.from[j] = codes.values;
-                group.unit[j] = codes.unit;
+                unit = codes.unit;
+                if (squares != nullptr) {
+                    squares[i + j] +=
+                        codes.unit * codes.unit * static_cast<double>(sum_of_squares(codes.values, n));
+                }
             }
-            group.factor[j] = c == nullptr ? 0.0 : c[i + j] * group.unit[j];
+            group.factor[j] = c == nullptr ? 0.0 : c[i + j] * unit;
         }
         double* into = squares == nullptr ? nullptr : squares + i;
         if (v[i].element == Element::f32)
             add_group<float>(size, group, n, i == 0, sum, into);
         else if (v[i].element == Element::bf16)
             add_group<std::uint16_t>(size, group, n, i == 0, sum, into);
-        else
-            add_group<std::int8_t>(size, group, n, i == 0, sum, into);
+        else if (sum != nullptr)
+            add_group<std::int8_t>(size, group, n, i == 0, sum, nullptr);
         i += size;
     }
 }
@@ -262,12 +246,23 @@ double square(const double* g, std::int64_t n) {
 }
 
 void narrow(const double* __restrict g, std::int64_t n, float* __restrict out) {
-    for (std::int64_t k = 0; k < n; ++k) out[k] = static_cast<float>(g[k]);
+    std::int64_t k = 0;
+    for (; k + kWidth <= n; k += kWidth) store_narrow(out + k, load(g + k));
+    for (; k < n; ++k) out[k] = static_cast<float>(g[k]);
 }
 
 void scale(const float* __restrict values, double factor, std::int64_t n, double* __restrict g) {
-    for (std::int64_t k = 0; k < n; ++k) g[k] = factor * static_cast<double>(values[k]);
-    for (std::int64_t k = n; k % kLanes != 0; ++k) g[k] = 0.0;
+    std::int64_t k = 0;
+    for (; k + kWidth <= n; k += kWidth) store(g + k, factor * load_wide(values + k));
+    for (; k < n; ++k) g[k] = factor * static_cast<double>(values[k]);
+    for (; k % kLanes != 0; ++k) g[k] = 0.0;
+}
+
+// All ones in the exponent of one of them.
+inline bool has_nonfinite(const float* values, std::int64_t n) {
+    std::uint32_t bad = 0;
+    for (std::int64_t k = 0; k < n; ++k) bad |= (bits_of(values[k]) & kExponent) == kExponent ? 1u : 0u;
+    return bad != 0;
 }
 
 bool step(const double* __restrict g, ModelBlock model, std::int64_t n, OuterRule rule) {
@@ -275,27 +270,31 @@ bool step(const double* __restrict g, ModelBlock model, std::int64_t n, OuterRul
     const double mu = rule.momentum;
     const float* __restrict theta = model.theta;
     float* __restrict theta_out = model.theta_out;
+    std::int64_t k = 0;
     if (rule.nesterov) {
         const float* __restrict momentum = model.momentum;
         float* __restrict momentum_out = model.momentum_out;
-        for (std::int64_t k = 0; k < n; ++k) {
+        for (; k + kWidth <= n; k += kWidth) {
+            const Doubles gradient = load(g + k);
+            const Doubles b = mu * load_wide(momentum + k) + gradient;
+            store_narrow(momentum_out + k, b);
+            store_narrow(theta_out + k, load_wide(theta + k) - lr * (gradient + mu * b));
+        }
+        for (; k < n; ++k) {
             const double b = mu * static_cast<double>(momentum[k]) + g[k];
             momentum_out[k] = static_cast<float>(b);
             theta_out[k] = static_cast<float>(static_cast<double>(theta[k]) - lr * (g[k] + mu * b));
         }
     } else {
-        for (std::int64_t k = 0; k < n; ++k) {
-            theta_out[k] = static_cast<float>(static_cast<double>(theta[k]) - lr * g[k]);
+        for (; k + kWidth <= n; k += kWidth) {
+            store_narrow(theta_out + k, load_wide(theta + k) - lr * load(g + k));
         }
+        for (; k < n; ++k) theta_out[k] = static_cast<float>(static_cast<double>(theta[k]) - lr * g[k]);
         if (model.momentum_out != nullptr) {  // without momentum the buffer passes through unchanged
             __builtin_memcpy(model.momentum_out, model.momentum, static_cast<std::size_t>(n) * sizeof(float));
         }
     }
-    std::uint32_t bad = 0;
-    for (std::int64_t k = 0; k < n; ++k) {
-        bad |= (bits_of(theta_out[k]) & kExponent) == kExponent ? 1u : 0u;
-    }
-    return bad == 0;
+    return !has_nonfinite(theta_out, n);
 }
 
 void encode_bf16(const float* __restrict values, float* __restrict residual, std::uint16_t* __restrict out,
