@@ -1,6 +1,7 @@
 # make setup      virtual environment .venv with everything, built from this checkout; instant when nothing changed
 # make test       unit tests, tests under mpiexec, tests that start MPI jobs of their own
 # make test-slow  the long ones among the latter
+# make sanitize   the kernels' tests on C++ built with sanitizers; needs GCC's
 # make lint       formatters, linters, types
 # make demo       the demonstration run; make demo-baseline: the same model by plain data parallel training
 # make bench      benchmarks
@@ -11,6 +12,8 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
+# PyTorch's own index of builds for CPUs: the general one gives a build for CUDA, 4 GB larger.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 VENV := .venv
 VENV_OPENMPI := .venv-openmpi
 PY := $(VENV)/bin/python
@@ -27,7 +30,7 @@ MPI_LIMIT_S := 300
 JOBS_LIMIT_S := 1200
 LIMIT := timeout --kill-after=20
 
-.PHONY: setup setup-openmpi build test test-unit test-mpi test-jobs test-slow lint demo demo-baseline bench clean
+.PHONY: setup setup-openmpi build test test-unit test-mpi test-jobs test-slow sanitize lint demo demo-baseline bench clean
 
 setup: $(SETUP_STAMP)
 build: $(SETUP_STAMP)
@@ -44,7 +47,7 @@ $(PY):
 
 # torch first and by the pin, the build tools next, so that the build needs no isolated environment of its own.
 $(SETUP_STAMP): constraints.txt $(BUILD_INPUTS) | $(PY)
-	$(PIP) install --constraint constraints.txt torch
+	$(PIP) install --constraint constraints.txt --extra-index-url $(TORCH_INDEX) --retries 1 torch
 	$(PIP) install --constraint constraints.txt setuptools pybind11 cmake ninja
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PIP) install --constraint constraints.txt --no-build-isolation \
 	    --editable '.[mpich,test,lint]'
@@ -80,6 +83,9 @@ test-jobs: setup setup-openmpi
 # The long ones: syncers and learners that stop for ten seconds or more, over shared memory and TCP. About ten minutes.
 test-slow: setup setup-openmpi
 	$(LIMIT) $(SLOW_LIMIT_S) $(PY) -m pytest -m slow tests/jobs
+
+sanitize: setup
+	tests/sanitize.sh $(PY)
 
 lint: setup
 	$(VENV)/bin/ruff check .
