@@ -497,14 +497,14 @@ class Learner:
         if not self._link.courier.is_alive():
             log.error(
                 "%s: the link thread must run and has ended (%s); the learner's state is saved, resume the run from "
-                "its newest checkpoint",
+                "its newest checkpoint if it has one",
                 self._who,
                 self._link.courier.failure,
             )
         else:
             log.error(
                 "%s: the syncer must answer within %.0f s (timeouts.syncer_s) and did not; the learner's state is "
-                "saved, resume the run from its newest checkpoint",
+                "saved, resume the run from its newest checkpoint if it has one",
                 self._who,
                 self._config.timeouts.syncer_s,
             )

@@ -113,11 +113,19 @@ def load_learner(folder: Path, learner: Learner) -> None:
     shared = folder / f"learner-{learner.learner_id}.h5"  # rank 0's: the optimizer of all ranks
     arrays: dict[str, NDArray[Any]] = {}
     meta: dict[str, Any] = {}
-    try:
-        arrays, meta = read_learner_state(shared)
-        _load_optimizer(learner.optimizer, meta, arrays)
-    except (CheckpointError, KeyError, ValueError) as error:  # the latter two: the state of another optimizer
-        log.warning("%s; learner %d starts with a fresh inner optimizer", error, learner.learner_id)
+    if not shared.exists():
+        log.warning(
+            "learner %d starts with a fresh inner optimizer: %s does not exist, since the learner is new, was lost, or "
+            "ended without close()",
+            learner.learner_id,
+            shared,
+        )
+    else:
+        try:
+            arrays, meta = read_learner_state(shared)
+            _load_optimizer(learner.optimizer, meta, arrays)
+        except (CheckpointError, KeyError, ValueError) as error:  # the latter two: the state of another optimizer
+            log.warning("%s; learner %d starts with a fresh inner optimizer", error, learner.learner_id)
     try:
         if own != shared:
             arrays, meta = read_learner_state(own)

@@ -328,6 +328,13 @@ def _open_folder(config: Config) -> tuple[Path | None, Any]:
             f"run.dir must be a folder without a run, or run.resume be set; {folder} holds checkpoints: "
             "resume it (run.resume=true) or choose another folder"
         )
+    tape = folder / "events.jsonl"
+    if not config.run.resume and tape.exists() and tape.stat().st_size:  # the figures of two runs on one tape
+        lock.release()
+        raise ConfigError(
+            f"run.dir must be a folder without a run; {folder} holds one that ended before its first checkpoint: "
+            "remove that folder or choose another"
+        )
     return folder, lock
 
 

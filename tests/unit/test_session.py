@@ -221,6 +221,14 @@ def test_folder_with_a_run_is_refused_unless_it_is_resumed_and_is_free_again(tmp
     assert sentences[-1].startswith("resuming at step 5 from checkpoint-")
 
 
+def test_folder_with_the_tape_of_a_run_without_a_checkpoint_is_refused_and_free_again(tmp_path: Path):
+    config = load_config(None, [f"run.dir={tmp_path}"])[0]
+    (tmp_path / "events.jsonl").write_text('{"kind":"run_opened"}\n')
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"holds one that ended before its first checkpoint: remove that folder"):
+            _open_folder(config)
+
+
 def test_checkpoint_of_another_model_is_refused_with_the_difference(tmp_path: Path):
     config = load_config(None, [f"run.dir={tmp_path}", "run.resume=true"])[0]
     write_run(tmp_path, layout(), config)
