@@ -47,7 +47,8 @@ $(PY):
 
 # torch first and by the pin, the build tools next, so that the build needs no isolated environment of its own.
 $(SETUP_STAMP): constraints.txt $(BUILD_INPUTS) | $(PY)
-	$(PIP) install --constraint constraints.txt --extra-index-url $(TORCH_INDEX) --retries 1 torch
+	$(PIP) install --constraint constraints.txt --no-deps --extra-index-url $(TORCH_INDEX) --retries 1 --timeout 15 torch
+	$(PIP) install --constraint constraints.txt torch
 	$(PIP) install --constraint constraints.txt setuptools pybind11 cmake ninja
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PIP) install --constraint constraints.txt --no-build-isolation \
 	    --editable '.[mpich,test,lint]'
