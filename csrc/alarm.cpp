@@ -1,8 +1,6 @@
 #include "alarm.h"
 
 #include <poll.h>
-#include <pthread.h>
-#include <signal.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -11,6 +9,8 @@
 #include <string>
 #include <thread>
 #include <utility>
+
+#include "signals.h"
 
 namespace pyddl {
 
@@ -23,23 +23,6 @@ struct Alarm::State {
 };
 
 namespace {
-
-// While it lives this thread has all signals blocked, and so has, for good, a thread that is born meanwhile:
-// signals are for the threads that know of them.
-class WithoutSignals {
-  public:
-    WithoutSignals() {
-        sigset_t all;
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before_);
-    }
-    WithoutSignals(const WithoutSignals&) = delete;
-    WithoutSignals& operator=(const WithoutSignals&) = delete;
-    ~WithoutSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-
-  private:
-    sigset_t before_;
-};
 
 // If somebody reads there: nobody may, and the process must end.
 void write_to_stderr(const std::string& text) {

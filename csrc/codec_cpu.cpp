@@ -17,7 +17,7 @@ std::int64_t block_bytes(Element element) {
 // work(first element, elements of the block, offset of its bytes) for every block.
 template <class Work>
 void for_each_block(Element element, std::int64_t n, Work work) {
-    for_each_task((n + kPiece - 1) / kPiece, [&](std::int64_t task, int) {
+    for_each_task((n + kPiece - 1) / kPiece, num_threads(), [&](std::int64_t task, int) {
         const std::int64_t end = std::min((task + 1) * kPiece, n);
         for (std::int64_t first = task * kPiece; first < end; first += kCodecBlock) {
             work(first, std::min(kCodecBlock, end - first), first / kCodecBlock * block_bytes(element));

@@ -64,6 +64,11 @@ class Merge {
         for (double& weight : weights_) weight /= largest;
         const double total = std::accumulate(weights_.begin(), weights_.end(), 0.0);
         for (double& weight : weights_) weight /= total;
+        for (Desk& desk : desks_) {
+            desk.sum.resize(kStride);
+            desk.units.resize(size_);
+            if (plan_ == Plan::gram) desk.rows.resize(size_ * kStride);
+        }
         cut();
     }
 
@@ -73,7 +78,7 @@ class Merge {
                 if (!is_large_[idx(t)]) do_tensor(t, desk(worker));
             }
         };
-        for_each_task(static_cast<std::int64_t>(jobs_.size()) - 1, do_small);
+        for_each_task(static_cast<std::int64_t>(jobs_.size()) - 1, num_workers(), do_small);
         if (!large_.empty()) do_large();
         return report();
     }
@@ -92,15 +97,8 @@ class Merge {
     double* grams(std::int64_t chunk) { return grams_.data() + idx(chunk) * size_ * size_; }
     double* coefficients(std::int64_t tensor) { return coefficients_.data() + idx(tensor) * size_; }
 
-    Desk& desk(int worker) {
-        Desk& mine = desks_[static_cast<std::size_t>(worker)];
-        if (mine.sum.empty()) {
-            mine.sum.resize(kStride);
-            mine.units.resize(size_);
-            if (plan_ == Plan::gram) mine.rows.resize(size_ * kStride);
-        }
-        return mine;
-    }
+    Desk& desk(int worker) { return desks_[static_cast<std::size_t>(worker)]; }
+    int num_workers() const { return static_cast<int>(desks_.size()); }
 
     // Chunks, which of the tensors are large, and jobs: runs of tensors that are one thread's work.
     void cut() {
@@ -156,7 +154,7 @@ class Merge {
     void do_large() {
         const auto count = static_cast<std::int64_t>(large_.size());
         const auto for_chunks = [&](void (Merge::*sweep)(std::int64_t, Desk&), bool only_radial) {
-            for_each_task(count, [&](std::int64_t task, int worker) {
+            for_each_task(count, num_workers(), [&](std::int64_t task, int worker) {
                 const std::int64_t c = large_[idx(task)];
                 if (!only_radial || is_radial(chunks_[idx(c)].tensor)) (this->*sweep)(c, desk(worker));
             });

@@ -2,7 +2,6 @@
 
 #include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 
 #include <algorithm>
 #include <atomic>
@@ -11,7 +10,8 @@
 #include <memory>
 #include <mutex>
 #include <thread>
-#include <vector>
+
+#include "signals.h"
 
 namespace pyddl {
 namespace {
@@ -55,15 +55,11 @@ class Pool {
 
   private:
     void grow(int count) {
-        if (static_cast<int>(threads_) >= count) return;
-        // Signals are for the threads that know of them.
-        sigset_t all, before;
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);
+        if (threads_ >= count) return;
+        const WithoutSignals guard;
         for (; threads_ < count; ++threads_) {
             std::thread([this, index = threads_ + 1] { serve(index); }).detach();
         }
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
 
     void serve(int worker) {
@@ -114,8 +110,8 @@ int num_threads() {
 
 void set_num_threads(int count) { chosen_threads.store(std::max(0, count), std::memory_order_relaxed); }
 
-void for_each_task(std::int64_t num_tasks, const Work& work) {
-    const int workers = static_cast<int>(std::min<std::int64_t>(num_threads(), num_tasks));
+void for_each_task(std::int64_t num_tasks, int num_workers, const Work& work) {
+    const int workers = static_cast<int>(std::min<std::int64_t>(num_workers, num_tasks));
     std::unique_lock<std::mutex> mine(turn, std::defer_lock);
     if (workers <= 1 || !mine.try_lock()) {
         for (std::int64_t task = 0; task < num_tasks; ++task) work(task, 0);

@@ -13,9 +13,10 @@ int num_threads();
 void set_num_threads(int count);
 
 // Calls work(task, worker) once for each task, 0 <= task < num_tasks, from this and other threads; returns
-// when all are done. Calls of one worker, 0 <= worker < num_threads(), do not overlap. Which worker gets
+// when all are done. Calls of one worker, 0 <= worker < num_workers, do not overlap. Which worker gets
 // which task is left to chance: results must not depend on it. Where another call has the threads already,
 // this thread does all itself.
-void for_each_task(std::int64_t num_tasks, const std::function<void(std::int64_t task, int worker)>& work);
+void for_each_task(std::int64_t num_tasks, int num_workers,
+                   const std::function<void(std::int64_t task, int worker)>& work);
 
 }  // namespace pyddl
