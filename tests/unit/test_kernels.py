@@ -467,6 +467,23 @@ def test_merge_is_bit_equal_for_any_number_of_threads(num):
     assert all(result == results[0] for result in results)
 
 
+@pytest.mark.parametrize("num", [2, MANY, 9])
+def test_merge_by_either_plan_gives_the_same_up_to_one_rounding(num, rng):
+    n = 50_001
+    common = rng.normal(size=n) + 3
+    v = [(common + rng.normal(size=n)).astype(np.float32) for _ in range(num)]
+    theta, results = rng.normal(size=n).astype(np.float32), []
+    for plan in (1, 2):  # through the Gram matrix, through the mean direction
+        out = np.empty(n, np.float32)
+        arrays = (np.array([0, 700, n]), np.array([RULE_RDA] * 2, np.uint8), theta, None, out, None, None)
+        found = kernels._C.merge_outer_step(v, [0] * num, [1.0] * num, n, *arrays, False, False, 1.0, 0.0, plan)
+        results.append((found, out))
+    (by_gram, ours), (by_direction, theirs) = results
+    np.testing.assert_allclose(ours, theirs, rtol=2.4e-7, atol=2.4e-7 * max(np.abs(x).max() for x in v))
+    np.testing.assert_allclose(by_gram[1], by_direction[1], rtol=1e-12)
+    assert by_gram[2] == pytest.approx(by_direction[2], rel=1e-9)
+
+
 def test_merges_of_several_threads_at_once_do_not_meet():
     """One has the pool, the others do all of it by themselves."""
     kernels.set_num_threads(3)
