@@ -15,6 +15,7 @@
 #include "alarm.h"
 #include "checksum.h"
 #include "codec.h"
+#include "copy.h"
 #include "loops.h"
 #include "merge.h"
 #include "pool.h"
@@ -232,6 +233,17 @@ std::uint32_t copy_checksum(const py::object& from, const py::object& to, std::u
                         [&] { return pyddl::copy_checksum_cpu(target, in.data(), in.num_bytes(), value); });
 }
 
+void copy(const py::object& from, const py::object& to) {
+    const Buffer in(from, "source", false);
+    const Buffer out(to, "target", true);
+    const auto n = static_cast<std::int64_t>(in.num_bytes());
+    const auto source = reinterpret_cast<std::uintptr_t>(in.data());
+    const auto target = reinterpret_cast<std::uintptr_t>(out.as<std::uint8_t>(n, "target"));
+    if (source < target + in.num_bytes() && target < source + in.num_bytes())
+        fail("target must not overlap source; got shared memory; pass a buffer of its own");
+    without_lock(in.num_bytes(), [&] { pyddl::copy_cpu(out.data(), in.data(), in.num_bytes()); });
+}
+
 void load_words(const py::object& buffer, const py::object& offsets, const py::object& out) {
     const Buffer memory(buffer, "buffer", false);
     const Buffer at(offsets, "offsets", false);
@@ -258,6 +270,7 @@ PYBIND11_MODULE(_C, m) {
           py::arg("out"));
     m.def("decode_blocks", &decode_blocks, py::arg("element"), py::arg("blocks"), py::arg("out"));
     m.def("checksum", &checksum, py::arg("buffer"), py::arg("value"), py::arg("by_tables") = false);
+    m.def("copy", &copy, py::arg("source"), py::arg("target"));
     m.def("copy_checksum", &copy_checksum, py::arg("source"), py::arg("target"), py::arg("value"));
     m.def(
         "load_word",

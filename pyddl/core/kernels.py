@@ -42,6 +42,7 @@ __all__ = [
     "MergeReport",
     "OuterStep",
     "checksum",
+    "copy",
     "copy_with_checksum",
     "decode_bf16",
     "decode_blocks",
@@ -457,6 +458,32 @@ def checksum(buffer: Any, value: int = 0, backend: str = "auto") -> int:
             f"a checksum needs a C-contiguous buffer; got {type(buffer).__name__}; pass an array, bytes or a memoryview"
         )
     return reference.checksum(view, value)
+
+
+def copy(source: NDArray[Any], target: NDArray[Any], backend: str = "auto") -> None:
+    """Copy bytes; from 256 KiB on past the caches, which spares reading what is overwritten.
+
+    Args:
+        source: any C-contiguous array.
+        target: one of as many bytes, written; does not overlap source.
+        backend: auto, cpu or reference.
+
+    Raises:
+        ShapeError: a wrong length or memory order, or an overlap.
+        KernelUnavailable: backend ``cpu`` is asked for and not built.
+    """
+    native = _native(backend)
+    if native is not None:  # which checks the arguments itself: small parameters are many
+        native.copy(source, target)
+        return
+    parts = []
+    for name, array in (("source", source), ("target", target)):
+        if not array.flags.c_contiguous:
+            raise ShapeError(f"{name} must be a C-contiguous array; got a strided view; copy it first")
+        parts.append(array.reshape(-1).view(np.uint8))
+    _require_array("target", parts[1], (_U8,), len(parts[0]), writable=True)
+    _refuse_overlap({"target": target}, {"source": source})
+    parts[1][:] = parts[0]
 
 
 def copy_with_checksum(

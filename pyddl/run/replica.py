@@ -20,7 +20,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.nn.parameter import is_lazy
 
-from ..core.kernels import checksum
+from ..core.kernels import checksum, copy
 from ..core.layout import Layout, Segment, TensorSpec
 from ..errors import ConfigError
 
@@ -288,7 +288,7 @@ class Replica:
         views = self._numpy_views(fragment)
         if views is not None:
             for array, at in zip(views.arrays, views.starts, strict=True):
-                array[:] = floats[at : at + len(array)]
+                copy(floats[at : at + len(array)], array)
             for mark in views.marks:  # so that autograd still notices a graph that needs the old values
                 increment_version(mark.tensor)
             return

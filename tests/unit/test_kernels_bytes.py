@@ -304,6 +304,34 @@ def test_copy_with_checksum_of_wrong_arrays_refuses(backend):
         kernels.copy_with_checksum(room[:8], room[8:16], 1 << 32, backend=backend)
 
 
+@pytest.mark.parametrize("n", [0, 1, 15, (1 << 16) - 1, 1 << 16, (1 << 16) + 17, 1_000_003])
+@pytest.mark.parametrize(("from_", "to"), [(0, 0), (1, 0), (0, 1), (3, 14)])
+def test_copy_copies_all_and_nothing_else(n, from_, to, backend, rng):
+    source = rng.standard_normal(n + 16, dtype=np.float32)[from_ : from_ + n]
+    room = np.full(n + 48, np.nan, np.float32)
+    target = room[16 + to : 16 + to + n]
+    kernels.copy(source, target, backend=backend)
+    np.testing.assert_array_equal(target, source)
+    assert np.isnan(room[: 16 + to]).all()
+    assert np.isnan(room[16 + to + n :]).all()
+
+
+def test_copy_of_wrong_arrays_refuses(backend):
+    room = np.zeros(64, np.float32)
+    with pytest.raises(ShapeError, match="target must "):
+        kernels.copy(room[:8], room[8:15], backend=backend)
+    with pytest.raises(ShapeError, match="source must be a C-contiguous"):
+        kernels.copy(room[:16:2], room[16:24], backend=backend)
+    with pytest.raises(ShapeError, match="target must be"):
+        kernels.copy(room[:8], room[16:32:2], backend=backend)
+    room.flags.writeable = False
+    with pytest.raises(ShapeError, match=r"target (must be a C-contiguous|is written to and must be) writable"):
+        kernels.copy(room[:8], room[8:16], backend=backend)
+    room.flags.writeable = True
+    with pytest.raises(ShapeError, match="target must not overlap source"):
+        kernels.copy(room[:8], room[4:12], backend=backend)
+
+
 # ---- words -------------------------------------------------------------------------------------------------
 
 

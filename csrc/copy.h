@@ -1,0 +1,12 @@
+// Copies of whole fragments.
+#pragma once
+
+#include <cstddef>
+
+namespace pyddl {
+
+// memcpy; what is large goes past the caches. They would hold little of it, and what is stored around them
+// need not be read from memory first.
+void copy_cpu(void* to, const void* from, std::size_t num_bytes);
+
+}  // namespace pyddl
