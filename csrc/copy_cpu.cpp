@@ -1,4 +1,5 @@
 // Copies past the caches with SSE2's stores, which every x86-64 has; memcpy elsewhere.
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -17,6 +18,11 @@ namespace {
 constexpr std::size_t kStreamBytes = 1 << 18;  // less than this is likely to be wanted from a cache
 constexpr std::size_t kLine = 64;
 constexpr std::size_t kAhead = 16 * kLine;  // fetched while this is copied
+
+// Bytes before the next multiple of `unit`, at most num_bytes.
+std::size_t bytes_before(const void* address, std::size_t unit, std::size_t num_bytes) {
+    return std::min(-reinterpret_cast<std::uintptr_t>(address) % unit, num_bytes);
+}
 
 void copy_lines(std::uint8_t* to, const std::uint8_t* from, std::size_t num_bytes) {
     for (std::size_t k = 0; k < num_bytes; k += kLine) {
@@ -39,7 +45,7 @@ void copy_cpu(void* to, const void* from, std::size_t num_bytes) {
     if (num_bytes >= kStreamBytes) {
         auto* target = static_cast<std::uint8_t*>(to);
         const auto* source = static_cast<const std::uint8_t*>(from);
-        const std::size_t head = -reinterpret_cast<std::uintptr_t>(target) % kLine;
+        const std::size_t head = bytes_before(target, kLine, num_bytes);
         const std::size_t body = (num_bytes - head) / kLine * kLine;
         std::memcpy(target, source, head);
         copy_lines(target + head, source + head, body);
@@ -48,6 +54,29 @@ void copy_cpu(void* to, const void* from, std::size_t num_bytes) {
     }
 #endif
     std::memcpy(to, from, num_bytes);
+}
+
+void stream_cpu(void* to, const void* from, std::size_t num_bytes) {
+#ifdef PYDDL_X86_64
+    constexpr std::size_t unit = sizeof(__m128i);
+    auto* target = static_cast<std::uint8_t*>(to);
+    const auto* source = static_cast<const std::uint8_t*>(from);
+    std::size_t k = bytes_before(target, unit, num_bytes);
+    std::memcpy(target, source, k);
+    for (; k + unit <= num_bytes; k += unit) {
+        const __m128i value = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + k));
+        _mm_stream_si128(reinterpret_cast<__m128i*>(target + k), value);
+    }
+    std::memcpy(target + k, source + k, num_bytes - k);
+#else
+    std::memcpy(to, from, num_bytes);
+#endif
+}
+
+void finish_streams() {
+#ifdef PYDDL_X86_64
+    _mm_sfence();
+#endif
 }
 
 }  // namespace pyddl

@@ -172,7 +172,7 @@ inline Doubles add_exact_product(Doubles a, Doubles b, Doubles c) { return a * b
 inline double sum_of_lanes(const Doubles* row) {
     double lane[kLanes];
     for (int part = 0; part < kParts; ++part) store(lane + part * kWidth, row[part]);
-    return ((lane[0] + lane[4]) + (lane[1] + lane[5])) + ((lane[2] + lane[6]) + (lane[3] + lane[7]));
+    return sum_of_lanes(lane);
 }
 
 }  // namespace

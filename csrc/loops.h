@@ -29,6 +29,15 @@ struct ModelBlock {
     float* momentum_out;
 };
 
+namespace {
+
+// The sum of a row of lanes. Each file's own: see lanes.h.
+inline double sum_of_lanes(const double* lane) {
+    return ((lane[0] + lane[4]) + (lane[1] + lane[5])) + ((lane[2] + lane[6]) + (lane[3] + lane[7]));
+}
+
+}  // namespace
+
 struct Loops {
     const char* name;
     // units[i] * rows[i * kStride + k] = v[i][first + k] for k < n <= kBlock; zeros follow up to a multiple
@@ -38,19 +47,20 @@ struct Loops {
     // out[i * count + j] += units[i] * units[j] * sum_k rows[i][k] * rows[j][k] for i <= j < count, and some
     // of the lower triangle; n is a multiple of kLanes.
     void (*gram)(const double* rows, const double* units, int count, std::int64_t n, double* out);
-    // squares[i] += sum_k v[i][first + k]^2.
+    // squares[i * kLanes + l] += sum_k v[i][first + k]^2 over the k of that lane, k % kLanes = l; of codes
+    // all in the first lane, since theirs are exact.
     void (*squares)(const Vector* v, int count, std::int64_t first, std::int64_t n, double* squares);
     // sum[k] = sum_i c[i] * v[i][first + k], zeros up to a multiple of kLanes; where squares is not null, as
     // above.
     void (*weighted_sum)(const Vector* v, const double* c, int count, std::int64_t first, std::int64_t n,
                          double* sum, double* squares);
-    // The sum of g's squares; n is a multiple of kLanes. Not exact products: never fused.
-    double (*square)(const double* g, std::int64_t n);
-    // out[k] = g[k], rounded; g[k] = factor * values[k].
-    void (*narrow)(const double* g, std::int64_t n, float* out);
+    // out[k] = g[k], rounded; squares[l] += g[k]^2 by lanes.
+    void (*narrow)(const double* g, std::int64_t n, float* out, double* squares);
+    // g[k] = factor * values[k], zeros up to a multiple of kLanes.
     void (*scale)(const float* values, double factor, std::int64_t n, double* g);
-    // One outer step with the merged outer gradient g; true if every element of theta_out is finite.
-    bool (*step)(const double* g, ModelBlock model, std::int64_t n, OuterRule rule);
+    // One outer step with the merged outer gradient g, zeros up to a multiple of kLanes; squares[l] += g[k]^2
+    // by lanes. True if every element of theta_out is finite.
+    bool (*step)(const double* g, ModelBlock model, std::int64_t n, OuterRule rule, double* squares);
     void (*encode_bf16)(const float* values, float* residual, std::uint16_t* out, std::int64_t n);
     void (*decode_bf16)(const std::uint16_t* bits, float* out, std::int64_t n);
     // One block of n <= kCodecBlock values; see codec.h.

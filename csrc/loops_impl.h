@@ -35,7 +35,22 @@ inline std::uint32_t bf16_of(std::uint32_t bits) {
 }
 
 constexpr int kGroup = kWidth == 8 ? 8 : 4;  // vectors that one sweep of a loop reads side by side
-constexpr std::int64_t kAhead = kBlock;  // elements: the next block is fetched while this one is worked on
+constexpr std::int64_t kAheadBytes = 256;    // of each vector, fetched while what lies before is worked on
+
+template <class T>
+void fetch_ahead(const T* at) {
+    __builtin_prefetch(reinterpret_cast<const char*>(at) + kAheadBytes);
+}
+
+// The codes of the block of a vector that element `first` lies in, and its scale.
+inline const std::uint8_t* block_of(Vector v, std::int64_t first, double* unit) {
+    const std::int64_t bytes = v.element == Element::int8 ? kInt8BlockBytes : kInt4BlockBytes;
+    const std::uint8_t* block = static_cast<const std::uint8_t*>(v.data) + first / kCodecBlock * bytes;
+    float scale;
+    __builtin_memcpy(&scale, block, sizeof scale);
+    *unit = static_cast<double>(scale);
+    return block + sizeof scale;
+}
 
 // Element `first` of a vector in blocks: its code and those behind it, and the scale. `room` takes what is
 // unpacked.
@@ -44,15 +59,11 @@ struct Codes {
     double unit;
 
     Codes(Vector v, std::int64_t first, std::int8_t* room) {
-        const std::int64_t bytes = v.element == Element::int8 ? kInt8BlockBytes : kInt4BlockBytes;
-        const std::uint8_t* block = static_cast<const std::uint8_t*>(v.data) + first / kCodecBlock * bytes;
-        float scale;
-        __builtin_memcpy(&scale, block, sizeof scale);
-        unit = static_cast<double>(scale);
+        const std::uint8_t* codes = block_of(v, first, &unit);
         if (v.element == Element::int8) {
-            values = reinterpret_cast<const std::int8_t*>(block + sizeof scale);
+            values = reinterpret_cast<const std::int8_t*>(codes);
         } else {
-            unpack_int4(block + sizeof scale, room);
+            unpack_int4(codes, room);
             values = room;
         }
         values += first % kCodecBlock;
@@ -63,7 +74,7 @@ template <class T>
 void widen_one(const T* from, std::int64_t n, double* to) {
     const std::int64_t whole = n / kLanes * kLanes;
     for (std::int64_t k = 0; k < whole; k += kLanes) {
-        __builtin_prefetch(from + k + kAhead);
+        fetch_ahead(from + k);
         for (int part = 0; part < kParts; ++part) {
             store(to + k + part * kWidth, load_wide(from + k + part * kWidth));
         }
@@ -77,13 +88,13 @@ void widen_one(const T* from, std::int64_t n, double* to) {
     }
 }
 
-// The sums of count vectors' squares, added to squares; where with_sum, sum = c_0 v_0 + ... added to what is
-// there unless fresh.
+// The sums of count vectors' squares by lanes, added to squares; where with_sum, sum = c_0 v_0 + ... added to
+// what is there unless fresh.
 template <class T, int count, bool with_sum, bool with_squares>
 struct Terms {
     const T* from[count];
     double factor[count];
-    Doubles partial[count][kParts] = {};
+    Doubles partial[count][kParts];
 
     void row(const T* const* at, bool fresh, double* sum) {
         for (int part = 0; part < kParts; ++part) {
@@ -101,9 +112,13 @@ struct Terms {
     void run(std::int64_t n, bool fresh, double* sum, double* squares) {
         const std::int64_t whole = n / kLanes * kLanes;
         const T* at[count];
-        for (int i = 0; i < count; ++i) at[i] = from[i];
+        for (int i = 0; i < count; ++i) {
+            at[i] = from[i];
+            for (int part = 0; with_squares && part < kParts; ++part)
+                partial[i][part] = load(squares + i * kLanes + part * kWidth);
+        }
         for (std::int64_t k = 0; k < whole; k += kLanes) {
-            for (int i = 0; i < count; ++i) __builtin_prefetch(at[i] + kAhead);
+            for (int i = 0; i < count; ++i) fetch_ahead(at[i]);
             row(at, fresh, sum + k);
             for (int i = 0; i < count; ++i) at[i] += kLanes;
         }
@@ -115,8 +130,9 @@ struct Terms {
             }
             row(at, fresh, sum + whole);
         }
-        if (with_squares) {
-            for (int i = 0; i < count; ++i) squares[i] += sum_of_lanes(partial[i]);
+        for (int i = 0; with_squares && i < count; ++i) {
+            for (int part = 0; part < kParts; ++part)
+                store(squares + i * kLanes + part * kWidth, partial[i][part]);
         }
     }
 };
@@ -178,29 +194,27 @@ void add_all(const Vector* v, const double* c, int count, std::int64_t first, st
     for (int i = 0; i < count;) {
         int size = 1;
         while (size < kGroup && i + size < count && v[i + size].element == v[i].element) ++size;
+        const Element element = v[i].element;
+        double* into = squares == nullptr ? nullptr : squares + i * kLanes;
         Group group;
         for (int j = 0; j < size; ++j) {
             const Vector& vector = v[i + j];
             double unit = 1.0;
-            if (vector.element == Element::f32) {
+            if (element == Element::f32) {
                 group.from[j] = static_cast<const float*>(vector.data) + first;
-            } else if (vector.element == Element::bf16) {
+            } else if (element == Element::bf16) {
                 group.from[j] = static_cast<const std::uint16_t*>(vector.data) + first;
             } else {
                 const Codes codes(vector, first, room[j]);
                 group.from[j] = codes.values;
                 unit = codes.unit;
-                if (squares != nullptr) {
-                    squares[i + j] +=
-                        codes.unit * codes.unit * static_cast<double>(sum_of_squares(codes.values, n));
-                }
+                if (into != nullptr) into[j * kLanes] += unit * unit * sum_of_squares(codes.values, n);
             }
             group.factor[j] = c == nullptr ? 0.0 : c[i + j] * unit;
         }
-        double* into = squares == nullptr ? nullptr : squares + i;
-        if (v[i].element == Element::f32)
+        if (element == Element::f32)
             add_group<float>(size, group, n, i == 0, sum, into);
-        else if (v[i].element == Element::bf16)
+        else if (element == Element::bf16)
             add_group<std::uint16_t>(size, group, n, i == 0, sum, into);
         else if (sum != nullptr)
             add_group<std::int8_t>(size, group, n, i == 0, sum, nullptr);
@@ -234,21 +248,35 @@ void weighted_sum(const Vector* v, const double* c, int count, std::int64_t firs
     add_all(v, c, count, first, n, sum, out);
 }
 
-double square(const double* g, std::int64_t n) {
-    Doubles partial[kParts] = {};
-    for (std::int64_t k = 0; k < n; k += kLanes) {
+// The squares of a vector that comes a row of lanes at a time. Not exact products: never fused.
+struct Squares {
+    Doubles partial[kParts];
+    double* into;
+
+    explicit Squares(double* squares) : into(squares) {
+        for (int part = 0; part < kParts; ++part) partial[part] = load(into + part * kWidth);
+    }
+    void add(const double* row) {
         for (int part = 0; part < kParts; ++part) {
-            const Doubles x = load(g + k + part * kWidth);
+            const Doubles x = load(row + part * kWidth);
             partial[part] += x * x;
         }
     }
-    return sum_of_lanes(partial);
-}
+    void end() const {
+        for (int part = 0; part < kParts; ++part) store(into + part * kWidth, partial[part]);
+    }
+};
 
-void narrow(const double* __restrict g, std::int64_t n, float* __restrict out) {
+void narrow(const double* __restrict g, std::int64_t n, float* __restrict out, double* __restrict into) {
+    Squares squares(into);
     std::int64_t k = 0;
-    for (; k + kWidth <= n; k += kWidth) store_narrow(out + k, load(g + k));
+    for (; k + kLanes <= n; k += kLanes) {
+        squares.add(g + k);
+        for (int part = 0; part < kLanes; part += kWidth) store_narrow(out + k + part, load(g + k + part));
+    }
+    if (k < n) squares.add(g + k);
     for (; k < n; ++k) out[k] = static_cast<float>(g[k]);
+    squares.end();
 }
 
 void scale(const float* __restrict values, double factor, std::int64_t n, double* __restrict g) {
@@ -265,35 +293,45 @@ inline bool has_nonfinite(const float* values, std::int64_t n) {
     return bad != 0;
 }
 
-bool step(const double* __restrict g, ModelBlock model, std::int64_t n, OuterRule rule) {
+bool step(const double* __restrict g, ModelBlock model, std::int64_t n, OuterRule rule,
+          double* __restrict into) {
     const double lr = rule.lr;
     const double mu = rule.momentum;
     const float* __restrict theta = model.theta;
     float* __restrict theta_out = model.theta_out;
+    Squares squares(into);
     std::int64_t k = 0;
     if (rule.nesterov) {
         const float* __restrict momentum = model.momentum;
         float* __restrict momentum_out = model.momentum_out;
-        for (; k + kWidth <= n; k += kWidth) {
-            const Doubles gradient = load(g + k);
-            const Doubles b = mu * load_wide(momentum + k) + gradient;
-            store_narrow(momentum_out + k, b);
-            store_narrow(theta_out + k, load_wide(theta + k) - lr * (gradient + mu * b));
+        for (; k + kLanes <= n; k += kLanes) {
+            squares.add(g + k);
+            for (std::int64_t j = k; j < k + kLanes; j += kWidth) {
+                const Doubles gradient = load(g + j);
+                const Doubles b = mu * load_wide(momentum + j) + gradient;
+                store_narrow(momentum_out + j, b);
+                store_narrow(theta_out + j, load_wide(theta + j) - lr * (gradient + mu * b));
+            }
         }
+        if (k < n) squares.add(g + k);
         for (; k < n; ++k) {
             const double b = mu * static_cast<double>(momentum[k]) + g[k];
             momentum_out[k] = static_cast<float>(b);
             theta_out[k] = static_cast<float>(static_cast<double>(theta[k]) - lr * (g[k] + mu * b));
         }
     } else {
-        for (; k + kWidth <= n; k += kWidth) {
-            store_narrow(theta_out + k, load_wide(theta + k) - lr * load(g + k));
+        for (; k + kLanes <= n; k += kLanes) {
+            squares.add(g + k);
+            for (std::int64_t j = k; j < k + kLanes; j += kWidth)
+                store_narrow(theta_out + j, load_wide(theta + j) - lr * load(g + j));
         }
+        if (k < n) squares.add(g + k);
         for (; k < n; ++k) theta_out[k] = static_cast<float>(static_cast<double>(theta[k]) - lr * g[k]);
         if (model.momentum_out != nullptr) {  // without momentum the buffer passes through unchanged
             __builtin_memcpy(model.momentum_out, model.momentum, static_cast<std::size_t>(n) * sizeof(float));
         }
     }
+    squares.end();
     return !has_nonfinite(theta_out, n);
 }
 

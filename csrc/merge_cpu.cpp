@@ -18,9 +18,9 @@
 // thread's second-level cache; the sweeps over a large one are shared.
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <numeric>
 
+#include "copy.h"
 #include "merge.h"
 #include "pool.h"
 
@@ -29,8 +29,9 @@ namespace {
 
 // Through a Gram matrix in double a mean direction can be told from zero down to this norm, not below.
 constexpr double kShortestDirection = 1e-6;
-constexpr std::int64_t kChunk = 64 * kBlock;     // elements whose sums are kept for themselves
-constexpr std::int64_t kCacheBytes = 512 << 10;  // of contributions that one thread keeps in its cache
+constexpr std::int64_t kChunk = 64 * kBlock;       // elements whose sums are kept for themselves
+constexpr std::int64_t kCacheBytes = 512 << 10;    // of contributions that one thread keeps in its cache
+constexpr std::int64_t kStreamElements = 1 << 18;  // a fragment from which outputs go past the caches
 constexpr int kMostForGram =
     3;  // measured: above, the products of the Gram matrix cost more than another sweep
 
@@ -45,6 +46,8 @@ struct Desk {
     std::vector<double> rows;   // one block of every contributor, widened
     std::vector<double> units;  // of the rows
     std::vector<double> sum;    // one block of the merged outer gradient
+    std::vector<double> lanes;  // of each contributor, and one more of the merged outer gradient: squares
+    std::vector<float> theta, momentum;  // one block of what is stored past the caches
 };
 
 class Merge {
@@ -57,6 +60,7 @@ class Merge {
           plan_(arguments.plan != Plan::by_number ? arguments.plan
                 : num_ <= kMostForGram            ? Plan::gram
                                                   : Plan::direction),
+          streams_(arguments.offsets[arguments.num_tensors] >= kStreamElements),
           weights_(arguments.weights),
           desks_(static_cast<std::size_t>(num_threads())) {
         // Divided by the largest first: the sum of finite weights may not be finite.
@@ -67,6 +71,9 @@ class Merge {
         for (Desk& desk : desks_) {
             desk.sum.resize(kStride);
             desk.units.resize(size_);
+            desk.lanes.resize((size_ + 1) * kLanes);
+            desk.theta.resize(kBlock);
+            desk.momentum.resize(kBlock);
             if (plan_ == Plan::gram) desk.rows.resize(size_ * kStride);
         }
         cut();
@@ -137,6 +144,12 @@ class Merge {
         if (plan_ == Plan::gram) grams_.assign(chunks_.size() * size_ * size_, 0.0);
     }
 
+    void clear_lanes(Desk& mine) const { std::fill(mine.lanes.begin(), mine.lanes.end(), 0.0); }
+    void keep_squares(const Desk& mine, std::int64_t c) {
+        for (int i = 0; i < num_; ++i) squares(c)[i] = sum_of_lanes(mine.lanes.data() + i * kLanes);
+    }
+    double* merged_lanes(Desk& mine) const { return mine.lanes.data() + size_ * kLanes; }
+
     void do_tensor(std::int64_t t, Desk& mine) {
         const std::int64_t first = first_chunk_[idx(t)];
         const std::int64_t last = first_chunk_[idx(t + 1)];
@@ -177,17 +190,20 @@ class Merge {
     void measure(std::int64_t c, Desk& mine) {
         const Chunk chunk = chunks_[idx(c)];
         const Vector* inputs = arguments_.contributions.data();
+        clear_lanes(mine);
         for (std::int64_t first = chunk.begin, n; first < chunk.end; first += n) {
             n = to_block_end(first, chunk.end);
             if (plan_ == Plan::gram) {
                 loops_.widen(inputs, num_, first, n, mine.rows.data(), mine.units.data());
                 loops_.gram(mine.rows.data(), mine.units.data(), num_, padded(n), grams(c));
             } else {
-                loops_.squares(inputs, num_, first, n, squares(c));
+                loops_.squares(inputs, num_, first, n, mine.lanes.data());
             }
         }
         if (plan_ == Plan::gram) {
             for (int i = 0; i < num_; ++i) squares(c)[i] = grams(c)[i * num_ + i];
+        } else {
+            keep_squares(mine, c);
         }
     }
 
@@ -215,13 +231,18 @@ class Merge {
     // Second sweep without a Gram matrix: the mean direction and the square of its norm.
     void direct(std::int64_t c, Desk& mine) {
         const Chunk chunk = chunks_[idx(c)];
+        clear_lanes(mine);
         for (std::int64_t first = chunk.begin, n; first < chunk.end; first += n) {
             n = to_block_end(first, chunk.end);
             loops_.weighted_sum(arguments_.contributions.data(), coefficients(chunk.tensor), num_, first, n,
                                 mine.sum.data(), nullptr);
-            lengths_[idx(c)] += loops_.square(mine.sum.data(), padded(n));
-            loops_.narrow(mine.sum.data(), n, arguments_.model.theta_out + first);
+            float* out = arguments_.model.theta_out + first;
+            const bool streams = streams_ && is_large_[idx(chunk.tensor)];
+            loops_.narrow(mine.sum.data(), n, streams ? mine.theta.data() : out, merged_lanes(mine));
+            if (streams) stream_cpu(out, mine.theta.data(), idx(n) * sizeof(float));
         }
+        lengths_[idx(c)] = sum_of_lanes(merged_lanes(mine));
+        if (streams_) finish_streams();
     }
 
     void scale(std::int64_t t) { set_length(t, sum_over_chunks(t, lengths_.data(), 1)); }
@@ -252,35 +273,52 @@ class Merge {
         const End end = ends_[idx(chunk.tensor)];
         const double* factors =
             end == End::mean || end == End::cancelled ? weights_.data() : coefficients(chunk.tensor);
-        double* norms = is_radial(chunk.tensor) ? nullptr : squares(c);  // else they are known
+        double* norms = is_radial(chunk.tensor) ? nullptr : mine.lanes.data();  // else they are known
         OuterRule outer = arguments_.outer;
         if (rule(chunk.tensor) == Rule::buffer) outer = OuterRule{1.0, 0.0, false};
         double* sum = mine.sum.data();
-        // theta_out holds the direction rounded to float32: its norm is known better.
-        if (end == End::by_direction) merged_squares_[idx(c)] = factors[0] * factors[0] * lengths_[idx(c)];
+        clear_lanes(mine);
         for (std::int64_t first = chunk.begin, n; first < chunk.end; first += n) {
             n = to_block_end(first, chunk.end);
-            const ModelBlock block = block_at(first);
             if (end == End::by_direction)
-                loops_.scale(block.theta_out, factors[0], n, sum);
+                loops_.scale(arguments_.model.theta_out + first, factors[0], n, sum);
             else
                 loops_.weighted_sum(arguments_.contributions.data(), factors, num_, first, n, sum, norms);
-            if (end != End::by_direction) merged_squares_[idx(c)] += loops_.square(sum, padded(n));
-            if (!loops_.step(sum, block, n, outer)) theta_finite_[idx(c)] = false;
-            if (arguments_.wire_f32 != nullptr) {
-                std::memcpy(arguments_.wire_f32 + first, block.theta_out, idx(n) * sizeof(float));
-            }
-            if (arguments_.wire_bf16 != nullptr) {
-                loops_.encode_bf16(block.theta_out, nullptr, arguments_.wire_bf16 + first, n);
-            }
+            const ModelBlock block = block_at(first, mine);
+            if (!loops_.step(sum, block, n, outer, merged_lanes(mine))) theta_finite_[idx(c)] = false;
+            put(block, first, n);
         }
+        if (norms != nullptr) keep_squares(mine, c);
+        // theta_out held the direction rounded to float32: its norm is known better.
+        merged_squares_[idx(c)] = end == End::by_direction ? factors[0] * factors[0] * lengths_[idx(c)]
+                                                           : sum_of_lanes(merged_lanes(mine));
+        if (streams_) finish_streams();
     }
 
-    ModelBlock block_at(std::int64_t first) const {
+    // Of the model; what is to be stored past the caches is written to the desk first.
+    ModelBlock block_at(std::int64_t first, Desk& mine) const {
         const ModelBlock& model = arguments_.model;
-        return {model.theta + first, model.momentum == nullptr ? nullptr : model.momentum + first,
-                model.theta_out + first,
-                model.momentum_out == nullptr ? nullptr : model.momentum_out + first};
+        const bool has_momentum = model.momentum != nullptr;
+        const float* momentum = has_momentum ? model.momentum + first : nullptr;
+        if (streams_)
+            return {model.theta + first, momentum, mine.theta.data(),
+                    has_momentum ? mine.momentum.data() : nullptr};
+        return {model.theta + first, momentum, model.theta_out + first,
+                has_momentum ? model.momentum_out + first : nullptr};
+    }
+
+    // A finished block to where it belongs, and its copy for the wire.
+    void put(const ModelBlock& block, std::int64_t first, std::int64_t n) const {
+        const std::size_t num_bytes = idx(n) * sizeof(float);
+        const auto store = streams_ ? stream_cpu : copy_cpu;
+        if (streams_) {
+            stream_cpu(arguments_.model.theta_out + first, block.theta_out, num_bytes);
+            if (block.momentum_out != nullptr)
+                stream_cpu(arguments_.model.momentum_out + first, block.momentum_out, num_bytes);
+        }
+        if (arguments_.wire_f32 != nullptr) store(arguments_.wire_f32 + first, block.theta_out, num_bytes);
+        if (arguments_.wire_bf16 != nullptr)
+            loops_.encode_bf16(block.theta_out, nullptr, arguments_.wire_bf16 + first, n);
     }
 
     // Of one tensor; the values of its chunks lie `stride` apart.
@@ -316,6 +354,7 @@ class Merge {
     const int num_;
     const std::size_t size_;
     const Plan plan_;
+    const bool streams_;  // outputs are stored past the caches, which would hold little of them
     std::vector<double> weights_;
     std::vector<Desk> desks_;
     std::vector<Chunk> chunks_;
