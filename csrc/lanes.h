@@ -62,7 +62,51 @@ inline std::int32_t sum_of_squares(const std::int8_t* codes, std::int64_t n) {
     return sum;
 }
 
+// The sum of the squares of a block's codes: squares up to 64 and, in units of 256, those above.
+inline std::int32_t sum_of_squares_int4(const std::uint8_t* codes) {
+    const __m512i small =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 16, 64, 0, 0, 0, 0, 1, 4, 16, 64, 0, 0, 0));
+    const __m512i large =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 0, 0, 0, 1, 4, 16, 0, 0, 0, 0, 0, 1, 4, 16));
+    const __m512i low = _mm512_set1_epi8(15);
+    const __m512i zero = _mm512_setzero_si512();
+    __m512i sum = zero;
+    for (std::int64_t j = 0; j < kCodecBlock / 2; j += 64) {
+        const __m512i both = _mm512_loadu_si512(codes + j);
+        const __m512i a = _mm512_and_si512(both, low);
+        const __m512i b = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+        // Two bytes of at most 64 each: no carry.
+        const __m512i smalls = _mm512_add_epi8(_mm512_shuffle_epi8(small, a), _mm512_shuffle_epi8(small, b));
+        const __m512i larges = _mm512_add_epi8(_mm512_shuffle_epi8(large, a), _mm512_shuffle_epi8(large, b));
+        sum = _mm512_add_epi64(sum, _mm512_sad_epu8(smalls, zero));
+        sum = _mm512_add_epi64(sum, _mm512_slli_epi64(_mm512_sad_epu8(larges, zero), 8));
+    }
+    return static_cast<std::int32_t>(_mm512_reduce_add_epi64(sum));
+}
+
 inline Doubles load_wide(const float* p) { return (Doubles)_mm512_cvtps_pd(_mm256_loadu_ps(p)); }
+
+// A factor times each code of int4. Exact: powers of two.
+struct Products {
+    __m512d positive, negative;
+
+    Products() = default;
+    explicit Products(double factor) {
+        const __m512d all = _mm512_set1_pd(factor);
+        positive = _mm512_mul_pd(all, _mm512_setr_pd(0, 1, 2, 4, 8, 16, 32, 64));
+        negative = _mm512_mul_pd(all, _mm512_setr_pd(0, -1, -2, -4, -8, -16, -32, -64));
+    }
+    // Adds those of the low and of the high halves of eight bytes.
+    void add(const std::uint8_t* codes, Doubles* low, Doubles* high) const {
+        std::int64_t bits;
+        __builtin_memcpy(&bits, codes, sizeof bits);
+        const __m512i all = _mm512_set1_epi64(bits);
+        const __m512i first = _mm512_srlv_epi64(all, _mm512_setr_epi64(0, 8, 16, 24, 32, 40, 48, 56));
+        const __m512i second = _mm512_srlv_epi64(all, _mm512_setr_epi64(4, 12, 20, 28, 36, 44, 52, 60));
+        *low += (Doubles)_mm512_permutex2var_pd(positive, first, negative);  // by the last four bits
+        *high += (Doubles)_mm512_permutex2var_pd(positive, second, negative);
+    }
+};
 
 inline Doubles load_wide(const std::uint16_t* p) {
     const __m256i halves = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));

@@ -187,6 +187,66 @@ void add_group(int count, const Group& group, std::int64_t n, bool fresh, double
     }
 }
 
+#if PYDDL_WIDTH == 8
+
+// The same sums of whole blocks of int4: a factor times a code is one of 16 products, looked up.
+template <int count>
+void add_packed_terms(const Group& group, bool fresh, double* sum) {
+    Products products[count];
+    const std::uint8_t* at[count];
+    for (int i = 0; i < count; ++i) {
+        products[i] = Products(group.factor[i]);
+        at[i] = static_cast<const std::uint8_t*>(group.from[i]);
+    }
+    for (std::int64_t j = 0; j < kCodecBlock / 2; j += kLanes) {
+        double* low_sum = sum + j;
+        double* high_sum = sum + kCodecBlock / 2 + j;
+        Doubles low = {}, high = {};
+        if (!fresh) {
+            low = load(low_sum);
+            high = load(high_sum);
+        }
+        for (int i = 0; i < count; ++i) products[i].add(at[i] + j, &low, &high);
+        store(low_sum, low);
+        store(high_sum, high);
+    }
+}
+
+void add_packed(const Vector* v, const double* c, int count, std::int64_t first, bool fresh, double* sum,
+                double* squares) {
+    Group group;
+    for (int i = 0; i < count; ++i) {
+        double unit;
+        const std::uint8_t* codes = block_of(v[i], first, &unit);
+        fetch_ahead(codes);
+        fetch_ahead(codes + 64);
+        if (squares != nullptr) squares[i * kLanes] += unit * unit * sum_of_squares_int4(codes);
+        group.from[i] = codes;
+        group.factor[i] = c == nullptr ? 0.0 : c[i] * unit;
+    }
+    if (sum == nullptr) return;
+    switch (count) {
+        case 1:
+            return add_packed_terms<1>(group, fresh, sum);
+        case 2:
+            return add_packed_terms<2>(group, fresh, sum);
+        case 3:
+            return add_packed_terms<3>(group, fresh, sum);
+        case 4:
+            return add_packed_terms<4>(group, fresh, sum);
+        case 5:
+            return add_packed_terms<5>(group, fresh, sum);
+        case 6:
+            return add_packed_terms<6>(group, fresh, sum);
+        case 7:
+            return add_packed_terms<7>(group, fresh, sum);
+        default:
+            return add_packed_terms<8>(group, fresh, sum);
+    }
+}
+
+#endif
+
 // Groups of neighbours of one element type, in order; sum null: squares only.
 void add_all(const Vector* v, const double* c, int count, std::int64_t first, std::int64_t n, double* sum,
              double* squares) {
@@ -196,6 +256,13 @@ void add_all(const Vector* v, const double* c, int count, std::int64_t first, st
         while (size < kGroup && i + size < count && v[i + size].element == v[i].element) ++size;
         const Element element = v[i].element;
         double* into = squares == nullptr ? nullptr : squares + i * kLanes;
+#if PYDDL_WIDTH == 8
+        if (element == Element::int4 && n == kCodecBlock) {
+            add_packed(v + i, c == nullptr ? nullptr : c + i, size, first, i == 0, sum, into);
+            i += size;
+            continue;
+        }
+#endif
         Group group;
         for (int j = 0; j < size; ++j) {
             const Vector& vector = v[i + j];
