@@ -5,34 +5,12 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 
+#include "bits.h"
 #include "lanes.h"
 
 namespace pyddl {
 namespace {
-
-inline float float_of(std::uint32_t bits) {
-    float value;
-    __builtin_memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-inline std::uint32_t bits_of(float value) {
-    std::uint32_t bits;
-    __builtin_memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-// All ones in the exponent: Inf or NaN.
-constexpr std::uint32_t kExponent = 0x7f800000u;
-
-// Round to nearest, ties to even; NaN stays NaN (made quiet, so that the cut bits cannot turn it into Inf).
-inline std::uint32_t bf16_of(std::uint32_t bits) {
-    const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const std::uint32_t quiet = (bits >> 16) | 0x40u;
-    return (bits & 0x7fffffffu) > kExponent ? quiet : rounded;
-}
 
 constexpr int kGroup = kWidth == 8 ? 8 : 4;  // vectors that one sweep of a loop reads side by side
 constexpr std::int64_t kAheadBytes = 256;    // of each vector, fetched while what lies before is worked on
@@ -414,11 +392,7 @@ void encode_bf16(const float* __restrict values, float* __restrict residual, std
         const float x = values[k] + residual[k];
         const std::uint32_t code = bf16_of(bits_of(x));
         out[k] = static_cast<std::uint16_t>(code);
-        // A code that is not finite (x was not, or rounds up to Inf) is refused by the merge: no error is
-        // carried. A mask, not a choice between floats, which would keep the compiler from vectorising.
-        const std::uint32_t left = bits_of(x - float_of(code << 16));
-        const std::uint32_t keep = ((code << 16) & kExponent) == kExponent ? 0u : ~0u;
-        residual[k] = float_of(left & keep);
+        residual[k] = lost_in_bf16(x, code);
     }
 }
 
@@ -438,75 +412,36 @@ inline std::uint32_t largest_of(const float* x, std::int64_t n) {
     return largest;
 }
 
-constexpr float kSmallestNormal = 0x1p-126f;
-
-// Of a block: x = values + residual with zeros behind, the scale that gives the largest value the code
-// `most`, and what to multiply by to come to codes. A scale below the normal numbers is 0, and so are all
-// codes.
+// A block of x = values + residual, zeros behind.
 struct BlockIn {
     float x[kCodecBlock];
-    float scale;
-    float inverse;
-    bool finite;
 
-    BlockIn(const float* values, const float* residual, std::int64_t n, float most) {
+    BlockIn(const float* values, const float* residual, std::int64_t n) {
         for (std::int64_t k = 0; k < n; ++k) x[k] = values[k];
         if (residual != nullptr) {
             for (std::int64_t k = 0; k < n; ++k) x[k] += residual[k];
         }
         for (std::int64_t k = n; k < kCodecBlock; ++k) x[k] = 0.0f;
-        const std::uint32_t largest = largest_of(x, kCodecBlock);
-        finite = largest < kExponent;
-        scale = finite ? float_of(largest) / most : float_of(0x7fc00000u);
-        if (scale < kSmallestNormal) scale = 0.0f;
-        inverse = finite && scale > 0.0f ? 1.0f / scale : 0.0f;
-    }
-
-    // Writes what the codes lose.
-    void keep(const std::int8_t* codes, float* residual, std::int64_t n) const {
-        if (residual == nullptr) return;
-        const double unit = static_cast<double>(scale);
-        if (!finite) {
-            for (std::int64_t k = 0; k < n; ++k) residual[k] = 0.0f;
-            return;
-        }
-        for (std::int64_t k = 0; k < n; ++k) {
-            residual[k] =
-                static_cast<float>(static_cast<double>(x[k]) - unit * static_cast<double>(codes[k]));
-        }
     }
 };
 
-// To nearest even, of |x| < 2^22: what is added leaves no room for a fraction.
-constexpr float kNoFraction = 12582912.0f;
-
 void encode_int8(const float* values, float* residual, std::int64_t n, std::uint8_t* block) {
-    const BlockIn in(values, residual, n, 127.0f);
+    const BlockIn in(values, residual, n);
+    const BlockScale scale(largest_of(in.x, kCodecBlock), kMostInt8);
     std::int8_t codes[kCodecBlock];
-    for (std::int64_t k = 0; k < kCodecBlock; ++k) {
-        const float scaled = in.finite ? in.x[k] * in.inverse : 0.0f;
-        codes[k] = static_cast<std::int8_t>(static_cast<std::int32_t>((scaled + kNoFraction) - kNoFraction));
-    }
-    in.keep(codes, residual, n);
-    __builtin_memcpy(block, &in.scale, sizeof in.scale);
-    __builtin_memcpy(block + sizeof in.scale, codes, sizeof codes);
+    for (std::int64_t k = 0; k < kCodecBlock; ++k)
+        codes[k] = static_cast<std::int8_t>(int8_code(in.x[k], scale));
+    for (std::int64_t k = 0; residual != nullptr && k < n; ++k) residual[k] = scale.lost(in.x[k], codes[k]);
+    __builtin_memcpy(block, &scale.scale, sizeof scale.scale);
+    __builtin_memcpy(block + sizeof scale.scale, codes, sizeof codes);
 }
 
 void encode_int4(const float* values, float* residual, std::int64_t n, std::uint8_t* block) {
-    const BlockIn in(values, residual, n, 64.0f);
+    const BlockIn in(values, residual, n);
+    const BlockScale scale(largest_of(in.x, kCodecBlock), kMostInt4);
     std::uint8_t nibbles[kCodecBlock];
-    for (std::int64_t k = 0; k < kCodecBlock; ++k) {
-        const std::uint32_t bits = bits_of(in.x[k]);
-        const float scaled = float_of(bits & 0x7fffffffu) * in.inverse;
-        // From the middle between two powers of two on, half a mantissa more is the next exponent. Below 1
-        // the next value is 0 and the middle is 1/2.
-        const std::int32_t power = static_cast<std::int32_t>((bits_of(scaled) + 0x00400000u) >> 23) - 126;
-        const std::int32_t least = scaled >= 0.5f ? 1 : 0;
-        std::int32_t exponent = power > least ? power : least;
-        exponent = exponent > 7 ? 7 : exponent;
-        exponent = in.finite ? exponent : 0;
-        nibbles[k] = static_cast<std::uint8_t>(exponent | static_cast<std::int32_t>((bits >> 28) & 8u));
-    }
+    for (std::int64_t k = 0; k < kCodecBlock; ++k)
+        nibbles[k] = static_cast<std::uint8_t>(int4_code(in.x[k], scale));
     std::uint8_t packed[kCodecBlock / 2];
     for (std::int64_t j = 0; j < kCodecBlock / 2; ++j) {
         packed[j] = static_cast<std::uint8_t>(nibbles[j] | nibbles[j + kCodecBlock / 2] << 4);
@@ -514,10 +449,10 @@ void encode_int4(const float* values, float* residual, std::int64_t n, std::uint
     if (residual != nullptr) {
         std::int8_t codes[kCodecBlock];
         unpack_int4(packed, codes);
-        in.keep(codes, residual, n);
+        for (std::int64_t k = 0; k < n; ++k) residual[k] = scale.lost(in.x[k], codes[k]);
     }
-    __builtin_memcpy(block, &in.scale, sizeof in.scale);
-    __builtin_memcpy(block + sizeof in.scale, packed, sizeof packed);
+    __builtin_memcpy(block, &scale.scale, sizeof scale.scale);
+    __builtin_memcpy(block + sizeof scale.scale, packed, sizeof packed);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "both.h"
 #include "element.h"
 #include "loops.h"
 
@@ -14,6 +15,26 @@ enum class Rule : std::uint8_t { mean = 0, rda = 1, buffer = 2 };
 
 // How RDA is computed: through the Gram matrix, or through the mean direction, kept in theta_out meanwhile.
 enum class Plan : std::uint8_t { by_number = 0, gram = 1, direction = 2 };
+
+// What a tensor's last sweep adds up: the contributions with their weights (by rule, or since the directions
+// cancel), with the factors of RDA, or the mean direction that theta_out holds.
+enum class End : std::uint8_t { mean, cancelled, by_factors, by_direction };
+
+namespace {
+
+// Through a Gram matrix in double a mean direction can be told from zero down to this norm, not below.
+constexpr double kShortestDirection = 1e-6;
+
+// By the norm of the mean direction and the mean of the norms.
+PYDDL_BOTH inline End end_of(double length, double mean_norm, Plan plan) {
+    if (!(length >= kShortestDirection)) return mean_norm > 0.0 ? End::cancelled : End::mean;
+    return plan == Plan::gram ? End::by_factors : End::by_direction;
+}
+
+}  // namespace
+
+// The weights divided by their sum.
+std::vector<double> shares(std::vector<double> weights);
 
 struct MergeArguments {
     std::vector<Vector> contributions;  // M vectors of n elements

@@ -27,8 +27,6 @@
 namespace pyddl {
 namespace {
 
-// Through a Gram matrix in double a mean direction can be told from zero down to this norm, not below.
-constexpr double kShortestDirection = 1e-6;
 constexpr std::int64_t kChunk = 64 * kBlock;       // elements whose sums are kept for themselves
 constexpr std::int64_t kCacheBytes = 512 << 10;    // of contributions that one thread keeps in its cache
 constexpr std::int64_t kStreamElements = 1 << 18;  // a fragment from which outputs go past the caches
@@ -61,13 +59,8 @@ class Merge {
                 : num_ <= kMostForGram            ? Plan::gram
                                                   : Plan::direction),
           streams_(arguments.offsets[arguments.num_tensors] >= kStreamElements),
-          weights_(arguments.weights),
+          weights_(shares(arguments.weights)),
           desks_(static_cast<std::size_t>(num_threads())) {
-        // Divided by the largest first: the sum of finite weights may not be finite.
-        const double largest = *std::max_element(weights_.begin(), weights_.end());
-        for (double& weight : weights_) weight /= largest;
-        const double total = std::accumulate(weights_.begin(), weights_.end(), 0.0);
-        for (double& weight : weights_) weight /= total;
         for (Desk& desk : desks_) {
             desk.sum.resize(kStride);
             desk.units.resize(size_);
@@ -256,14 +249,11 @@ class Merge {
             mean_norm += weights_[idx(i)] * std::sqrt(sum_over_chunks(t, squares_.data() + i, size_));
         }
         const double length = std::sqrt(std::max(square, 0.0));
-        if (!(length >= kShortestDirection)) {
-            ends_[idx(t)] = mean_norm > 0.0 ? End::cancelled : End::mean;
-        } else if (plan_ == Plan::gram) {
+        const End end = ends_[idx(t)] = end_of(length, mean_norm, plan_);
+        if (end == End::by_factors) {
             for (int i = 0; i < num_; ++i) factors[i] *= mean_norm / length;
-            ends_[idx(t)] = End::by_factors;
-        } else {
+        } else if (end == End::by_direction) {
             factors[0] = mean_norm / length;
-            ends_[idx(t)] = End::by_direction;
         }
     }
 
@@ -344,10 +334,6 @@ class Merge {
         found.theta_finite = std::count(theta_finite_.begin(), theta_finite_.end(), false) == 0;
         return found;
     }
-
-    // What a tensor's last sweep adds up: the contributions with their weights (by rule, or since the
-    // directions cancel), with the factors of RDA, or the mean direction that theta_out holds.
-    enum class End : std::uint8_t { mean, cancelled, by_factors, by_direction };
 
     const MergeArguments& arguments_;
     const Loops& loops_;
